@@ -545,3 +545,22 @@ def test_a_layer_by_name_is_the_systems_own(name: str) -> None:
     options = rc.LayerOptions(conv_size=2)
     assert rc.MemoryLayer(16, 2, name, options).options == options
     assert rc.MemoryLayer(16, 2, preset.recipe).options == rc.LayerOptions()
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch.ao
+@pytest.mark.parametrize("name", ["gated_delta_net", "titans", "rwkv7"])
+def test_quantized_linear_maps(name: str) -> None:
+    """Dynamic quantisation of torch makes ``weight`` a method."""
+    torch.manual_seed(0)
+    layer, x = rc.zoo.get(name).build(D, HEADS), torch.randn(2, T, D)
+    y, _ = layer(x)
+    quantized = torch.ao.quantization.quantize_dynamic(layer, {torch.nn.Linear})
+    if name == "rwkv7":
+        with pytest.raises(ValueError, match="leave qkv as it is"):
+            quantized(x)
+        return
+    y8, state = quantized(x)
+    assert (y8 - y).norm() < 0.1 * y.norm()
+    assert quantized(x[:, :1], state)[0].shape == (2, 1, D)
+    with pytest.raises(ValueError, match="must have shape"):
+        quantized(x[0])

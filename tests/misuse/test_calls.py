@@ -243,6 +243,7 @@ NAMES: dict[str, tuple[Callable[[], object], str]] = {
         f"get {x!r}": (lambda x=x: rc.zoo.get(x), "by name, as in rc.zoo.get")
         for x in (["gla"], 3, None, {}, b"gla")
     },
+    "get in capitals": (lambda: rc.zoo.get("GLA"), "did you mean gla"),
     "get nothing": (lambda: rc.zoo.get(""), "rc.zoo.names() lists all"),
     "get nothing like it": (lambda: rc.zoo.get("x" * 5000), "rc.zoo.names() lists all"),
     "names of a list": (lambda: rc.zoo.names(["gla"]), "has no family"),  # type: ignore[arg-type]

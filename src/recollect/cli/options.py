@@ -124,7 +124,7 @@ def check_models(names: Iterable[str]) -> None:
                 raise RecipeError(
                     f"{name} is neither .json nor .toml: a recipe is written in one of them"
                 )
-            near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+            near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.5)
             hint = f"did you mean {' or '.join(near)}?" if near else "recollect zoo lists all"
             raise RecipeError(f"the zoo has no architecture named {name!r}; {hint}")
 

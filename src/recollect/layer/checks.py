@@ -392,11 +392,12 @@ def _value_unit_misfit(
 
 
 def check_tokens(
-    x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, *, d_model: int, weight: Tensor
+    x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, *, d_model: int, weight: object
 ) -> int:
     """Check tokens, which need the dtype and device of ``weight``, and the mask or boundaries.
 
-    Return the number of sequences.
+    Return the number of sequences. A ``weight`` that is no tensor is the method of a quantised map,
+    which checks its inputs.
     """
     if not isinstance(x, Tensor) or not x.is_floating_point():
         kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
@@ -405,6 +406,14 @@ def check_tokens(
         raise ValueError(
             f"x must be a dense tensor [B, T, {d_model}], not {layout_name(x)}: {DENSE}"
         )
+    if isinstance(weight, Tensor):
+        _check_dtype_and_device(x, weight)
+    if x.dim() != 3 or x.shape[-1] != d_model:
+        raise ValueError(f"x must have shape [B, T, {d_model}], not {list(x.shape)}")
+    return check_rows(mask, cu_seqlens, x)
+
+
+def _check_dtype_and_device(x: Tensor, weight: Tensor) -> None:
     is_mixed = x.dtype != weight.dtype and weight.dtype in FLOAT_DTYPES
     if is_mixed and not autocast_enabled(x.device.type):
         raise ValueError(
@@ -413,9 +422,6 @@ def check_tokens(
         )
     if x.device != weight.device and weight.device.type != "meta":  # offloaded weights are on meta
         raise ValueError(f"x is on {x.device} and the layer on {weight.device}: move one of them")
-    if x.dim() != 3 or x.shape[-1] != d_model:
-        raise ValueError(f"x must have shape [B, T, {d_model}], not {list(x.shape)}")
-    return check_rows(mask, cu_seqlens, x)
 
 
 def check_depth(depth: Any) -> tuple[int, int]:

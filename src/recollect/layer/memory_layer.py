@@ -549,6 +549,11 @@ class MemoryLayer(RecipeModule):
         """
         if self.shift is None:
             return self.qkv(x)
+        if not isinstance(self.qkv.weight, Tensor):
+            raise ValueError(
+                "a layer with a token shift multiplies parts of the weight of qkv, and the weight "
+                "of a quantised map has none: leave qkv as it is"
+            )
         weights = self.qkv.weight.split(self.qkv_sizes)
         bias = self.qkv.bias
         biases = [None] * 3 if bias is None else bias.split(self.qkv_sizes)

@@ -453,7 +453,7 @@ def get(name: str, *, variant: str | None = None) -> Preset:
         raise RecipeError(
             f"{base} has no variant {short_repr(variant)}: rc.zoo.variants() lists all variants"
         )
-    near = difflib.get_close_matches(name, list(_PRESETS), n=3, cutoff=0.5)
+    near = difflib.get_close_matches(name.lower(), list(_PRESETS), n=3, cutoff=0.5)
     known = names()
     all_of_them = f"rc.zoo.names() lists all {len(known)}, such as {', '.join(known[:3])}"
     hint = f"did you mean {' or '.join(near)}?" if near else all_of_them

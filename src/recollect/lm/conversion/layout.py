@@ -7,6 +7,7 @@ table of pieces converts both ways, and the shapes of published tensors follow f
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import math
 import re
@@ -178,9 +179,11 @@ class Layout:
             if name == "quantization_config" and value is not None:
                 raise ValueError(QUANTIZED)
             if name not in {*self.defaults, *self.required, *self.ignored, *BASE_FIELDS}:
+                near = difflib.get_close_matches(name, self.defaults, n=1)
+                hint = f" (did you mean {near[0]!r}?)" if near else ""
                 raise ValueError(
-                    f"the option {name!r} is unknown to the converter of {self.model_type}: if it "
-                    "has no effect on outputs, delete it from config.json"
+                    f"the option {name!r} is unknown to the converter of {self.model_type}{hint}: "
+                    "if it has no effect on outputs, leave it out"
                 )
         known = {name: config[name] for name in self.defaults if name in config}
         for name, value in known.items():
