@@ -421,6 +421,11 @@ def test_a_decoder_with_replaced_layers_can_be_trained(folder: Path, tmp_path: P
         rc.lm.train(rc.lm.TrainPlan.from_dict(tables))
 
 
+def test_plans_of_other_types_are_refused() -> None:
+    with pytest.raises(ValueError, match="distill takes a DistillPlan, not dict"):
+        rc.lm.distill({})  # type: ignore[arg-type]
+
+
 def test_refusals(folder: Path, tmp_path: Path, result: rc.lm.Distilled) -> None:
     out = result.folder.parent
     with pytest.raises(ValueError, match="no step 'tune'"):

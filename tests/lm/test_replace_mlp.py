@@ -235,6 +235,10 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="learn in place already"):
         replace_mlp(learner(), RECIPE)
     ours = rc.lm.RecollectConfig.from_recipes("gla", vocab_size=30, hidden_size=16)
+    with pytest.raises(TypeError, match="expected a model of transformers, not str: load it by"):
+        rc.lm.replace_mlp("a/llama")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="Linear has no MLP that could learn in place"):
+        rc.lm.replace_mlp(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="has no MLP that could learn in place"):
         replace_mlp(rc.lm.RecollectForCausalLM(ours), RECIPE)
     net, ids = learner(), text()

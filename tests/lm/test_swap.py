@@ -344,6 +344,8 @@ def test_what_cannot_be_swapped_is_one_sentence() -> None:
         with pytest.raises(kind, match=says):
             replace_attention(net, **ask)
     assert net.state_dict().keys() == initial  # a refusal changes nothing
+    with pytest.raises(TypeError, match="expected a model of transformers, not str: load it by"):
+        rc.lm.replace_attention("a/llama", "gla")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="LlamaMLP has no attention that could be replaced"):
         replace_attention(net.model.layers[0].mlp, "gla")
 

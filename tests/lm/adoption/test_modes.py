@@ -409,6 +409,8 @@ def test_adopting_twice_is_refused() -> None:
         rc.lm.adopt(model)
     with pytest.raises(TypeError, match="expected a model of transformers, not str"):
         rc.lm.adopt("mamba2")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"needs sequences with tokens, not \[2, 0, "):
+        model(tokens(length=0))
 
 
 def test_an_error_changes_no_layer() -> None:

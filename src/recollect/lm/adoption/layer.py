@@ -58,6 +58,8 @@ class AdoptedLayer:
         arguments = dict(zip(adoption.argument_names, args, strict=False)) | kwargs
         x: Tensor = arguments[adoption.argument_names[0]]
         B, T, _ = x.shape
+        if not x.numel():
+            raise ValueError(f"an adopted layer needs sequences with tokens, not {list(x.shape)}")
         family, context = adoption.family, adoption.context
         cache_layer: Any = family.memory_of_call(arguments, context, adoption.layer_index)
         context.check_num_columns(T)

@@ -99,6 +99,8 @@ def distill(
         >>> [stage.name for stage in result.stages]
         ['swap', 'calibrate', 'match_layers', 'match_logits', 'fine_tune']
     """
+    if not isinstance(plan, DistillPlan):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"distill takes a DistillPlan, not {type(plan).__name__}")
     if world_size() > 1:
         raise ValueError(
             "distill runs in one process, and a launcher started several: start it without the "

@@ -33,6 +33,7 @@ from recollect.lm.replacement.config import record_replacement
 from recollect.lm.replacement.swap import (
     LayerReplacement,
     ReplacementReport,
+    check_decoder,
     prepare_cache_for_generation,
     select_layers,
 )
@@ -260,6 +261,7 @@ def replace_mlp(
         >>> torch.allclose(model(ids).logits, expected, atol=1e-5)
         True
     """
+    check_decoder(model)
     if recipe is None:
         algorithm = GradientDescent(batch_size=512, lr=0.3, update_every="batch")
         recipe = Recipe(bias=DotProduct(), algorithm=algorithm)
@@ -363,7 +365,7 @@ def _check_formula(name: str, mlp: Any) -> None:
 def _find_mlps(model: PreTrainedModel) -> dict[int, tuple[str, Any]]:
     """Return names and modules of the text decoder's gated MLPs by the index of their layer."""
     by_layer: dict[int, tuple[str, Any]] = {}
-    decoder = set(model.get_decoder().modules())
+    decoder = set(model.get_decoder().modules()) if hasattr(model, "get_decoder") else set()
     for name, module in model.named_modules():
         if module not in decoder:
             continue

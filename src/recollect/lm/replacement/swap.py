@@ -33,6 +33,7 @@ __all__ = [
     "LayerReplacement",
     "ReplacementReport",
     "SwappedAttention",
+    "check_decoder",
     "find_attention_modules",
     "prepare_cache_for_generation",
     "replace_attention",
@@ -206,6 +207,7 @@ def replace_attention(
     Raises:
         RecipeError: a recipe that does not fit the decoder's sizes.
         ValueError: an unknown layer, or a model without a supported attention module.
+        TypeError: not a module.
 
     Examples:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -220,6 +222,7 @@ def replace_attention(
         >>> model(torch.tensor([[1, 2, 3]])).logits.shape
         torch.Size([1, 3, 32])
     """
+    check_decoder(model)
     resolved_recipe, options = resolve_recipe(recipe)
     report = replace_layers(model, resolved_recipe, options, layers, engine=engine)
     record_replacement(
@@ -294,6 +297,15 @@ def replace_layers(
         prepare = functools.partial(prepare_cache_for_generation, model)
         model._prepare_cache_for_generation = prepare  # type: ignore[assignment]
     return ReplacementReport(layers=tuple(reports))
+
+
+def check_decoder(model: object) -> None:
+    """Raise TypeError for an argument that is not a module, such as the name of a model."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"expected a model of transformers, not {type(model).__name__}: load it by "
+            "AutoModelForCausalLM.from_pretrained"
+        )
 
 
 def find_attention_modules(model: nn.Module) -> dict[int, tuple[str, nn.Module]]:
