@@ -1,4 +1,4 @@
-"""Settings that every test shares."""
+"""Settings of all tests."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-# In CI the same examples are drawn each time, so that a red run can be run again; elsewhere
-# hypothesis explores. Neither has a deadline: the first call of a torch op may take long.
+# In CI hypothesis draws equal examples each time, so that a failed run can be repeated; elsewhere
+# it explores. Neither has a deadline, because the first call of a torch op can be slow.
 settings.register_profile(
     "ci",
     derandomize=True,
@@ -26,14 +26,14 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Give each xdist worker one thread; a lone process keeps torch's own choice."""
+    """Give each xdist worker one thread; a single process has torch's default."""
     if hasattr(config, "workerinput"):
         torch.set_num_threads(1)
 
 
 HAS_GPU = torch.accelerator.is_available()
 SLOW_LIMIT = 1800
-"""Seconds that a slow test may take; others have `timeout` of pyproject.toml."""
+"""Seconds of a slow test; others have the `timeout` of pyproject.toml."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -43,10 +43,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Keep what was collected out of garbage collections, and measure the matmul ceiling quickly.
+    """Freeze collected objects for the garbage collector, and shorten the matmul benchmark.
 
     A collection of all tests and their modules takes a second, and some tests collect many times.
-    The product of a training run's ceiling takes a tenth of a second in float32, and seconds in
+    The product for a training run's ceiling takes a tenth of a second in float32, and seconds in
     bfloat16 on some CPUs.
     """
     gc.collect()
@@ -56,15 +56,15 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_sessionfinish() -> None:
-    """Let the interpreter end as it does otherwise: it frees what it can collect."""
+    """Unfreeze objects, so that the interpreter exits as usual."""
     gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
 def _interruptible() -> Iterator[None]:
-    """Answers to signals as Python has them, also where a script's background job ignores them.
+    """Restore Python's signal handlers, also in background jobs of scripts that ignore signals.
 
-    Tests that interrupt themselves, and children that inherit what is ignored, would wait for ever.
+    Tests that interrupt themselves, and children that inherit ignored signals, would wait forever.
     """
     usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
     initial = {number: signal.signal(number, answer) for number, answer in usual.items()}
@@ -75,7 +75,7 @@ def _interruptible() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _fixed_seed() -> None:
-    """Start each test from one seed, so that none depends on those that ran before it.
+    """Start each test from one seed, independent of earlier tests.
 
     Without a GPU `torch.manual_seed` formats the stack for three absent devices, in a millisecond,
     and stores it for their initialization.
@@ -88,5 +88,5 @@ def _fixed_seed() -> None:
 
 @pytest.fixture
 def generator() -> torch.Generator:
-    """A seeded CPU generator of the test's own."""
+    """Return a seeded CPU generator."""
     return torch.Generator().manual_seed(0)

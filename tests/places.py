@@ -1,7 +1,7 @@
-"""Places of the repository that a new preset or a new member touches.
+"""Files of the repository that a new preset or a new member touches.
 
-`CONTRIBUTING.md` lists the places. `tests/test_places.py` checks that the list is this table, and
-that every preset and member has an entry in each place.
+`CONTRIBUTING.md` lists the files. `tests/test_places.py` checks that the list is this table, and
+that every preset and member has an entry in each file.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class Place:
 
 
 def words(path: str) -> set[str]:
-    """The words of a file."""
+    """Return the words of a file."""
     return set(re.findall(r"\w+", (ROOT / path).read_text("utf-8")))
 
 
 def family_attribute(preset: rc.zoo.Preset, attribute: str) -> Any:
-    """An attribute of the module of the family; empty without a module."""
+    """Return an attribute of the module of the family; empty without a module."""
     return getattr(getattr(rc.zoo, preset.family, None), attribute, None) or ""
 
 

@@ -1,4 +1,4 @@
-"""The command in a process of its own, watched while it runs."""
+"""The command in a separate process, observed while it runs."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from typing import IO
 
 
 def paragraphs(many: int) -> str:
-    """A text to train on, the same every time."""
+    """Return a text to train on, equal in every call."""
     draw = random.Random(0)
     words = ["memory", "writes", "key", "value", "reads", "query", "token", "state", "again", "the"]
     return "\n\n".join(" ".join(draw.choices(words, k=40)) for _ in range(many))
 
 
 @contextmanager
-def begun(
+def run_command(
     *arguments: str, place: Path | None = None, code: str | None = None, **environment: str
 ) -> Iterator[subprocess.Popen[str]]:
-    """A command in a folder, as the installed one begins, in a group of its own."""
+    """Run a command in a folder and in a separate process group, like the installed command."""
     code = code or "import recollect_command; recollect_command.main()"
     with subprocess.Popen(
         [sys.executable, "-c", code, *arguments],
@@ -44,12 +44,12 @@ def begun(
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def heard(stream: IO[str] | None, what: str) -> None:
-    """Wait until the command says so."""
+def wait_for_output(stream: IO[str] | None, pattern: str) -> None:
+    """Wait until the command prints a line that matches ``pattern``."""
     assert stream is not None
-    said = []
+    lines = []
     for line in stream:
-        said.append(line)
-        if re.search(what, line):
+        lines.append(line)
+        if re.search(pattern, line):
             return
-    raise AssertionError(f"nobody said {what!r}: {said}")
+    raise AssertionError(f"nobody said {pattern!r}: {lines}")

@@ -1,6 +1,6 @@
-"""Costs of a call besides its arithmetic: Python calls into the package, and files on its path.
+"""Overhead of a call: Python calls into the package, and files on its path.
 
-Python calls bound the decoding of one token, and a reader who follows a call opens these files.
+Python calls limit the decoding of single tokens, and a reader who follows a call opens these files.
 Everything that depends on the recipe and the sizes alone is derived when a layer is built
 (`recollect.recipe.bound`).
 """
@@ -27,7 +27,7 @@ PACKAGE = str(Path(rc.__file__).parent)
 
 
 def _calls(run: Callable[[], object]) -> tuple[int, set[str]]:
-    """How many Python functions of the package ``run`` enters, and in which files they stand."""
+    """Return the number of Python functions of the package that ``run`` enters, and their files."""
     count, files = 0, set[str]()
 
     def profile(frame: FrameType, event: str, argument: object) -> None:
@@ -65,9 +65,9 @@ def test_a_gated_delta_net_layer_passes_through_few_files() -> None:
     assert 10 < len(files) <= 16, sorted(files)
 
 
-@pytest.mark.parametrize(("normalize", "most"), [(False, 30), (True, 33)])
-def test_a_titans_layer_goes_through_few_files(normalize: bool, most: int) -> None:
-    """The norm after the maps is six files, and the preset measures steps and keys: three more."""
+@pytest.mark.parametrize(("normalize", "maximum"), [(False, 30), (True, 33)])
+def test_a_titans_layer_goes_through_few_files(normalize: bool, maximum: int) -> None:
+    """The norm after the maps takes six files, and measured steps and keys take three more."""
     preset = rc.zoo.get("titans")
     options = (
         preset.options
@@ -81,10 +81,10 @@ def test_a_titans_layer_goes_through_few_files(normalize: bool, most: int) -> No
     layer = rc.MemoryLayer(32, 2, recipe, options)
     x = torch.randn(1, 40, 32)
     _, files = _calls(lambda: layer(x))
-    assert 10 < len(files) <= most, sorted(files)
+    assert 10 < len(files) <= maximum, sorted(files)
 
 
-def test_a_binding_is_made_once_and_copied_as_what_it_was_made_of() -> None:
+def test_binding_is_built_once_and_copied_by_its_arguments() -> None:
     recipe = rc.zoo.get("titans").recipe
     bound = bind(recipe, H=2, K=8, V=8)
     repeated = rc.Recipe.from_json(recipe.to_json())
@@ -99,7 +99,7 @@ def test_a_binding_is_made_once_and_copied_as_what_it_was_made_of() -> None:
 
 
 def test_registries_drop_the_entries_of_deleted_layers() -> None:
-    """Layers that are built, compiled and deleted leave no names and no layouts of states."""
+    """Layers that are built, compiled and deleted leave no names and no state layouts."""
     gc.collect()
     names, layouts = len(binding._by_name), len(one_operation._state_layouts)
     x = torch.randn(1, 3, 8)

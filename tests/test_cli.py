@@ -1,4 +1,4 @@
-"""The command line: what it prints, what it refuses, and how it leaves."""
+"""The command line: output, errors and exit codes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from typer.testing import CliRunner, Result
 
 @pytest.fixture(autouse=True)
 def _no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing bounds a page, whatever the terminal is that tests run in."""
+    """Tables have unlimited width, for any terminal of the test run."""
     monkeypatch.delenv("COLUMNS", raising=False)
 
 
@@ -36,7 +36,7 @@ ROW_OF = functools.cache(describe._preset_row)
 
 @pytest.fixture(autouse=True)
 def _described_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line of `recollect zoo` is made once for all tests: all lines take two seconds."""
+    """A line of `recollect zoo` is built once for all tests: all lines take two seconds."""
     monkeypatch.setattr(describe, "_preset_row", ROW_OF)
 
 
@@ -48,7 +48,7 @@ def call(*arguments: str) -> Result:
 
 
 def refusal(*arguments: str) -> str:
-    """The one sentence of a call that is refused."""
+    """Return the one sentence of a call that is refused."""
     result = call(*arguments)
     assert result.exit_code == 2, result.output
     assert result.stdout == ""
@@ -61,7 +61,7 @@ def test_version() -> None:
     assert call("--version").output == f"recollect {rc.__version__}\n"
 
 
-def test_a_function_of_the_library_is_no_command_and_is_named() -> None:
+def test_error_names_a_function_that_is_not_a_command() -> None:
     result = CliRunner().invoke(cli.build(), ["diagnose"], env={"COLUMNS": "200"})
     assert result.exit_code == 2
     assert "No such command 'diagnose'. In Python it is rc.diagnose: see help(rc.diagnose)." in (
@@ -124,7 +124,7 @@ REFUSED_WITHOUT_TORCH = {
 
 
 def test_help_version_sizes_and_refusals_do_not_import_torch(tmp_path: Path) -> None:
-    """Importing it takes seconds of processor time."""
+    """The import takes seconds of processor time."""
     printed = [[], ["--help"], ["--version"], ["sizes"], ["sizes", "--json"]]
     calls = [*printed, *(line.split() for line in REFUSED_WITHOUT_TORCH)]
     done = subprocess.run(
@@ -148,7 +148,7 @@ def test_help_version_sizes_and_refusals_do_not_import_torch(tmp_path: Path) -> 
     assert not list(tmp_path.iterdir())
 
 
-def test_the_stored_sizes_are_those_that_are_counted() -> None:
+def test_stored_sizes_equal_counted_sizes() -> None:
     pytest.importorskip("transformers")
     stored = json.loads(call("sizes", "--json").stdout)
     counted = describe._count_sizes(list(stored[0]["parameters"]))
@@ -159,7 +159,7 @@ def test_the_stored_sizes_are_those_that_are_counted() -> None:
     ]
 
 
-def test_words_of_the_command_line_are_those_of_the_experiments() -> None:
+def test_command_line_choices_equal_those_of_experiments() -> None:
     from recollect.cli.compare import Task
     from recollect.cli.reproduce import Scale
     from recollect.experiments.comparison import tasks
@@ -168,7 +168,7 @@ def test_words_of_the_command_line_are_those_of_the_experiments() -> None:
     assert (tuple(Task), get_args(Scale)) == (tasks.TASKS, experiment.SCALES)
 
 
-def test_names_in_the_source_of_the_zoo_are_those_that_are_registered() -> None:
+def test_names_in_the_source_of_the_zoo_are_registered() -> None:
     from recollect.cli.options import _zoo_names
 
     registered = (*rc.zoo.names(), *rc.zoo.names(kind="hybrid"), *rc.zoo.variants())
@@ -191,7 +191,7 @@ def test_zoo_of_one_family() -> None:
     assert "has no family 'delta'" in refusal("zoo", "--family", "delta")
 
 
-def test_zoo_since_a_year_lists_systems_first_published_then_or_later() -> None:
+def test_zoo_since_a_year() -> None:
     years = {row["name"]: row["year"] for row in json.loads(call("zoo", "--json").stdout)}
     expected = {
         "softmax_attention": 2017,
@@ -209,30 +209,30 @@ def test_zoo_since_a_year_lists_systems_first_published_then_or_later() -> None:
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "arguments",
     [("zoo",), ("reproduce", "--list"), pytest.param(("sizes",), marks=pytest.mark.slow)],
     ids=str,
 )
 def test_a_table_fits_every_terminal(
-    asked: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if asked[0] == "sizes":
+    if arguments[0] == "sizes":
         pytest.importorskip("transformers")
-    full = json.loads(call(*asked, "--json").stdout)
-    for width in (20, 40, 60, 80, 120) if asked[0] != "sizes" else (40, 80):
+    full = json.loads(call(*arguments, "--json").stdout)
+    for width in (20, 40, 60, 80, 120) if arguments[0] != "sizes" else (40, 80):
         monkeypatch.setenv("COLUMNS", str(width))
-        result = call(*asked)
+        result = call(*arguments)
         assert result.exit_code == 0
         lines = result.stdout.splitlines()
-        if asked[0] != "reproduce":
+        if arguments[0] != "reproduce":
             lines.pop()  # the sentence below the table, which terminals break
-        # A combining overline is a character and takes no column.
+        # A combining overline is a character of width zero.
         assert max(map(cell_len, lines)) <= width
         for row in full:
             assert row["name"] in result.stdout.replace("\n", "").replace(" ", "")
             for parts in row.get("parameters", {}).values():
                 assert f"{parts['total']:,}" in result.stdout
-        if asked == ("zoo",):
+        if arguments == ("zoo",):
             assert "left out" in result.stdout or "algorithm:" in result.stdout
 
 
@@ -256,16 +256,16 @@ def test_the_zoo_has_a_column_of_fidelity() -> None:
     assert kinds["samba"] == "reconstruction"
 
 
-def test_help_shows_every_text_as_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``[run]`` and ``[optimizer]`` were taken for markup."""
+def test_help_shows_texts_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``[run]`` and ``[optimizer]`` are not markup."""
     monkeypatch.setenv("COLUMNS", "400")
     monkeypatch.setenv("TERMINAL_WIDTH", "400")
     for command in cli.COMMANDS:
         shown = " ".join(call(command.__name__, "--help").stdout.replace("│", " ").split())
         assert " ".join((command.__doc__ or "").split()) in shown
         for one in inspect.signature(command, eval_str=True).parameters.values():
-            for told in getattr(one.annotation, "__metadata__", ()):
-                assert " ".join((told.help or "").split()) in shown, command.__name__
+            for option in getattr(one.annotation, "__metadata__", ()):
+                assert " ".join((option.help or "").split()) in shown, command.__name__
     assert "in place of [run] out" in call("train", "--help").stdout
     assert "in place of [optimizer]" in call("train", "--help").stdout
 
@@ -283,10 +283,8 @@ def test_help_without_rich_has_no_backslashes() -> None:
     assert "\\" not in result.stdout
 
 
-def test_names_and_reasons_with_brackets_are_shown_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nor raise what rich says of markup that nobody wrote."""
+def test_brackets_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Brackets in a text raise no error of rich."""
     from recollect.cli import compare as command
     from recollect.cli.console import make_console
     from recollect.cli.progress import CompareDisplay
@@ -306,8 +304,8 @@ def test_names_and_reasons_with_brackets_are_shown_whole(
         text={"source": "x", "sha256": "y"},
         failures=(("text", "theirs", reason),),
     )
-    said = io.StringIO()
-    monkeypatch.setattr(sys, "stdout", said)
+    output = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", output)
     console = make_console()
     command._show(console, result)
     with pytest.raises(typer.Exit):
@@ -315,11 +313,11 @@ def test_names_and_reasons_with_brackets_are_shown_whole(
     display = CompareDisplay(console, models=1, tasks=1)
     display.on_start("text", name, 1, 1)
     console.print(display._render())
-    assert said.getvalue().count(name) == 5  # table, line, what was found, live table, bar
-    assert reason in said.getvalue()
+    assert output.getvalue().count(name) == 5  # table, line, measured value, live table, bar
+    assert reason in output.getvalue()
 
 
-def test_a_reason_that_several_failures_share_is_said_once() -> None:
+def test_shared_reason_of_failures_is_printed_once() -> None:
     from recollect.experiments.comparison.comparison import Comparison
     from recollect.experiments.comparison.results import DEFAULTS
     from recollect.report import describe_environment
@@ -345,7 +343,7 @@ def test_a_reason_that_several_failures_share_is_said_once() -> None:
 
 
 def test_an_explanation_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where one is stated; a pipe gets its lines whole."""
+    """Terminals limit the width; a pipe gets full lines."""
     full = call("explain", "titans").stdout
     assert full == f"{rc.explain('titans')}\n"
     monkeypatch.setenv("COLUMNS", "60")
@@ -432,7 +430,7 @@ def test_explain_a_toml_file(tmp_path: Path) -> None:
         ("a.yaml", "bias: L2", "neither .json nor .toml"),
     ],
 )
-def test_files_that_are_no_recipe(tmp_path: Path, name: str, text: str, reason: str) -> None:
+def test_files_without_a_recipe(tmp_path: Path, name: str, text: str, reason: str) -> None:
     path = tmp_path / name
     path.write_text(text, encoding="utf-8")
     sentence = refusal("explain", str(path))
@@ -454,13 +452,13 @@ def test_a_file_does_not_hide_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert call("explain", "retnet").exit_code == 0
 
 
-def test_what_is_refused_is_one_sentence() -> None:
+def test_errors_are_one_sentence() -> None:
     assert "did you mean gated_delta_net" in refusal("explain", "gated_delta_nt")
     assert "cannot run this recipe" in refusal("explain", "softmax_attention", "--engine", "linear")
     assert "unknown" in refusal("explain", "retnet", "--engine", "fast")
 
 
-def test_without_typer_one_sentence_says_what_to_install() -> None:
+def test_error_without_typer_names_the_package_to_install() -> None:
     code = (
         "import sys; sys.modules['typer'] = None\n"
         "from recollect.cli import main\n"
@@ -508,7 +506,7 @@ EXPERIMENT_CALLS = (
 def results_without_transformers(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[Path, dict[tuple[str, ...], tuple[int, str, str]]]:
-    """A folder, and exit code, output and errors of calls in it that cannot import transformers."""
+    """Return a folder, and exit code, output and errors of calls in it without transformers."""
     folder = tmp_path_factory.mktemp("without_transformers")
     (folder / "run.toml").touch()
     calls = (*EXPERIMENT_CALLS, *NEEDS_TRANSFORMERS)
@@ -524,10 +522,10 @@ def results_without_transformers(
     return folder, dict(zip(calls, map(json.loads, result.stdout.splitlines()), strict=True))
 
 
-def test_the_list_of_experiments_needed_transformers(
+def test_list_of_experiments_without_transformers(
     results_without_transformers: tuple[Path, dict[tuple[str, ...], tuple[int, str, str]]],
 ) -> None:
-    """And so did those that train no language model."""
+    """Nor do experiments that train no language model."""
     folder, results = results_without_transformers
     data, shown, run = (results[call] for call in EXPERIMENT_CALLS)
     assert data[0] == shown[0] == run[0] == 0, (data, shown, run)
@@ -537,16 +535,16 @@ def test_the_list_of_experiments_needed_transformers(
     assert list((folder / "runs").glob("*/report.html"))
 
 
-def test_a_missing_extra_was_a_traceback(
+def test_error_names_a_missing_extra(
     results_without_transformers: tuple[Path, dict[tuple[str, ...], tuple[int, str, str]]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     _, results = results_without_transformers
     for call_arguments in NEEDS_TRANSFORMERS:
-        command, (code, _, said) = call_arguments[0], results[call_arguments]
+        command, (code, _, stderr) = call_arguments[0], results[call_arguments]
         assert code == 2
-        (sentence,) = said.strip().split("\n")
+        (sentence,) = stderr.strip().split("\n")
         assert sentence.startswith(f"recollect {command}: ")
         assert sentence.endswith(
             'transformers, which is not installed: pip install -e ".[lm]" in its checkout'

@@ -1,4 +1,4 @@
-"""Costs: state bytes exact, FLOPs against torch's own counter, decoding against a real token."""
+"""Costs: exact state bytes, FLOPs against torch's counter, decoding against a real token."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ R, algorithm, bias, context = rc.Recipe, rc.algorithm, rc.bias, rc.context
 features, memory, retention = rc.features, rc.memory, rc.retention
 
 DOT, CODES = bias.DotProduct(), memory.Matrix(read=memory.Read(transposed=True))
-LONG = 960  # whole chunks, whatever their length
+LONG = 960  # full chunks of any length
 PRESETS = {name: rc.zoo.get(name).recipe for name in rc.zoo.names()}
 LINEAR: dict[str, rc.Recipe] = {
     **{name: recipe for name, recipe in PRESETS.items() if cost(recipe).engine == "linear"},
@@ -72,7 +72,7 @@ LINEAR["both channels"] = R(bias=DOT, retention=retention.Decay(per="key_value")
 
 
 def flops(recipe: rc.Recipe, x: generate.Inputs, **options: object) -> int:
-    """What torch counts: matrix products, not the triangular inverses."""
+    """Return torch's count, of matrix products without triangular inverses."""
 
     def in_place(x: list[int], a: list[int], b: list[int], *_: object, **__: object) -> int:
         return 2 * a[0] * a[1] * a[2] * b[2]
@@ -104,7 +104,7 @@ def inputs(recipe: rc.Recipe, *, T: int, B: int = 2, G: int = 2) -> generate.Inp
 
 
 def unpaired(recipe: rc.Recipe, x: generate.Inputs) -> generate.Inputs:
-    """Without the pairs that a memory of rows may start from: cost counts what tokens write."""
+    """Drop the initial pairs of a memory of rows, since cost counts the pairs that tokens write."""
     if not recipe.uses_kernel_rows or x.init is None:
         return x
     first = 1 + len(recipe.row_widths(x.v.shape[-1]))
@@ -112,7 +112,7 @@ def unpaired(recipe: rc.Recipe, x: generate.Inputs) -> generate.Inputs:
     return dataclasses.replace(x, init=(*none, *x.init[first:]))
 
 
-def priced(recipe: rc.Recipe, x: generate.Inputs, **options: object) -> rc.Cost:
+def estimated(recipe: rc.Recipe, x: generate.Inputs, **options: object) -> rc.Cost:
     B, T, Hq, K = x.q.shape
     H = x.k.shape[2]
     return cost(recipe, B=B, T=T, H=H, G=Hq // H, K=K, V=x.v.shape[-1], **options)
@@ -122,7 +122,7 @@ def priced(recipe: rc.Recipe, x: generate.Inputs, **options: object) -> rc.Cost:
 def test_linear_engine(name: str) -> None:
     recipe = LINEAR[name]
     x = inputs(recipe, T=200)
-    result = priced(recipe, x)
+    result = estimated(recipe, x)
     assert result.engine == "linear"
     counted = flops(recipe, x)
     products = result.total - result.forward_flops.get("inverse", 0)
@@ -137,19 +137,19 @@ def test_one_more_token(name: str) -> None:
     x = inputs(recipe, T=41, B=1)
     _, state = generate.run_recall(recipe, x.slice_tokens(0, 40))
     counted = flops(recipe, x.slice_tokens(40, 41), state=state)
-    assert priced(recipe, x).decode == pytest.approx(counted, rel=0.01)
+    assert estimated(recipe, x).decode == pytest.approx(counted, rel=0.01)
 
 
 @pytest.mark.parametrize("name", ["rls", "geometric_rls"])
 def test_least_squares(name: str) -> None:
-    """Matrix products of whole spans; factors are LAPACK's and are not among what torch counts."""
+    """Matrix products of full spans, without LAPACK's factors, which torch does not count."""
     recipe = rc.zoo.get(name).recipe
     x = inputs(recipe, T=640)
-    # Strong decays make chunks shorter than the price assumes.
-    gentle = {gate: 0.01 * g for gate, g in x.gates.items()}
+    # Strong decays make chunks shorter than the estimate assumes.
+    weak = {gate: 0.01 * g for gate, g in x.gates.items()}
     # One attempt: float32 may be followed by float64.
-    x = dataclasses.replace(x, gates=gentle).map_tensors(torch.Tensor.double)
-    result = priced(recipe, x)
+    x = dataclasses.replace(x, gates=weak).map_tensors(torch.Tensor.double)
+    result = estimated(recipe, x)
     products = result.total - result.forward_flops["factor"]
     assert result.engine == "least_squares"
     assert products == pytest.approx(flops(recipe, x), rel=0.35)
@@ -158,15 +158,16 @@ def test_least_squares(name: str) -> None:
 def test_attention() -> None:
     recipe = rc.zoo.get("softmax_attention").recipe
     x = inputs(recipe, T=64)
-    # The platform's count is that of all pairs; a causal kernel does half of them and the diagonal.
-    assert 2 * priced(recipe, x).total == pytest.approx(flops(recipe, x), rel=2 / 64)
+    # The count of scaled dot-product attention is that of all pairs; a causal kernel does half of
+    # them and the diagonal.
+    assert 2 * estimated(recipe, x).total == pytest.approx(flops(recipe, x), rel=2 / 64)
     for name in ("sliding_window_attention", "fox", "moba", "bilinear_gated_attention"):
         masked = rc.zoo.get(name).recipe
         x = inputs(masked, T=300)
-        # Under strong decays far keys are left out, and the price is that of all.
+        # Strong decays skip distant keys, and the cost is that of all keys.
         x = dataclasses.replace(x, gates={gate: 0.01 * g for gate, g in x.gates.items()})
-        # Blocks are scored besides, a few products per query.
-        assert priced(masked, x).total == pytest.approx(flops(masked, x), rel=0.03), name
+        # Block scores take a few more products per query.
+        assert estimated(masked, x).total == pytest.approx(flops(masked, x), rel=0.03), name
     total = rc.Recipe(
         memory=memory.LocalConstant(),
         bias=DOT,
@@ -174,7 +175,7 @@ def test_attention() -> None:
         algorithm=algorithm.Analytic(),
     )
     x = inputs(total, T=300)
-    assert priced(total, x).total == flops(total, x)
+    assert estimated(total, x).total == flops(total, x)
 
 
 def test_local_polynomials() -> None:
@@ -185,8 +186,8 @@ def test_local_polynomials() -> None:
             algorithm=algorithm.Analytic(ridge=1.0),
         )
         x = generate.inputs(recipe, B=1, T=150, H=2, K=K, V=K, dtype=torch.float32)
-        result, counted = priced(recipe, x), flops(recipe, x)
-        # The number of conjugate gradient steps is an estimate, and so named.
+        result, counted = estimated(recipe, x), flops(recipe, x)
+        # The number of conjugate gradient steps is an estimate and marked as such.
         slack = 0.15 if "dense" in result.notes[0] else 0.6
         assert abs(math.log(result.total / counted)) < slack, (degree, K)
 
@@ -211,24 +212,25 @@ REFERENCE: dict[str, rc.Recipe] = {
 def test_reference_engine(name: str) -> None:
     recipe = REFERENCE[name]
     x = generate.inputs(recipe, B=1, T=30, H=2, G=2, K=16, V=16, dtype=torch.float32)
-    price = priced(recipe, x, engine="reference")
+    price = estimated(recipe, x, engine="reference")
     assert price.engine == "reference"
-    # The first tokens of a window see fewer than c associations.
+    # The first tokens of a window have fewer than c associations.
     assert price.total == pytest.approx(flops(recipe, x, engine="reference"), rel=0.1)
 
 
-def test_the_same_recipe_costs_what_its_engine_takes() -> None:
+def test_cost_depends_on_the_engine() -> None:
     muon, perceptron = REFERENCE["muon"], REFERENCE["perceptron"]
-    # Token by token both engines make the same products.
+    # For single tokens both engines run equal products.
     assert cost(muon).engine == "deep"
     assert cost(muon).total == cost(muon, engine="reference").total
-    # A read by coefficients also meets the batch's associations: 2 Σ (in + out) per token.
+    # A read by coefficients includes the batch's associations: 2 Σ (in + out) per token.
     more = cost(perceptron).total - cost(perceptron, engine="reference").total
     assert more == 2 * 2 * (64 + 256) * cost(perceptron).sizes["T"]
-    assert cost(R()).total > cost(R(), engine="reference").total  # chunks trade FLOPs for width
+    # larger chunks use more FLOPs for parallel work
+    assert cost(R()).total > cost(R(), engine="reference").total
 
 
-def test_an_engine_without_a_price_was_priced_as_the_reference(
+def test_engine_without_a_cost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert all(type(engine).count_flops is not Engine.count_flops for engine in ENGINES)
@@ -243,9 +245,9 @@ def test_an_engine_without_a_price_was_priced_as_the_reference(
     with pytest.raises(rc.RecipeError, match="no price for the engine 'mine'"):
         cost(R(), engine="mine")
     assert cost(R(), engine="linear").engine == "linear"
-    said = rc.explain(R())
-    assert (said.engine, said.cost) == ("mine", None)
-    assert "no price for the engine 'mine'" in said.state[0]
+    explanation = rc.explain(R())
+    assert (explanation.engine, explanation.cost) == ("mine", None)
+    assert "no price for the engine 'mine'" in explanation.state[0]
 
 
 # -- sequential steps and time ---------------------------------------------------------------------
@@ -277,7 +279,7 @@ STEPS: dict[str, tuple[rc.Recipe, str, float]] = {
 
 
 def operations(recipe: rc.Recipe, T: int, **options: object) -> int:
-    """Operations that a call dispatches to torch, without views."""
+    """Return the operations that a call dispatches to torch, without views."""
 
     class Counter(TorchDispatchMode):
         count = 0
@@ -334,7 +336,7 @@ def test_the_change_that_makes_a_recipe_parallel(
     assert form is not None
     assert (form.changes, form.sequential_steps) == (changes, steps)
     assert form.relative_time < price.relative_time / 4
-    # As a user would make the change in a file.
+    # The change as a user writes it in a file.
     data = recipe.to_dict()
     for change in changes:
         choice, _, field = change.partition(".")
@@ -348,7 +350,7 @@ def test_parallel_recipes_have_no_change_to_make() -> None:
     for name in ("gated_delta_net", "softmax_attention", "titans", "rls"):
         assert cost(PRESETS[name]).parallel_form is None
     assert cost(HUBER, T=1).parallel_form is None
-    # Its tokens run one after another because of the engine, not because of the recipe.
+    # The engine runs its tokens one after another, not the recipe.
     assert cost(R(), engine="reference").parallel_form is None
     assert cost(HUBER, engine=cost(HUBER).engine).parallel_form is not None
     assert cost(HUBER, T=0).sequential_steps == 0
@@ -373,9 +375,9 @@ def test_the_pace_in_words() -> None:
 
 
 @pytest.mark.parametrize("heads", ["", "-one-head"])
-def test_estimated_times_against_measured_ones(heads: str) -> None:
+def test_estimated_times_against_measured_times(heads: str) -> None:
     errors: list[float] = []
-    for name in ("presets", "presets-2025"):  # of two machines; ratios are of one run each
+    for name in ("presets", "presets-2025"):  # of two machines; ratios are of single runs
         data = json.loads((RESULTS / f"{name}{heads}-cpu.json").read_text(encoding="utf-8"))
         assert (data["baseline"], data["timer"]) == ("gated_delta_net", "process_time")
         sizes = {size: data["shape"][size] for size in "BTHKV"}
@@ -400,7 +402,7 @@ def test_state_bytes_are_exact() -> None:
         for dtype in (torch.float32, torch.float64)[: 1 + (index % 4 == 0)]:
             typed = x.map_tensors(lambda t, dtype=dtype: t.to(dtype))
             _, state = generate.run_recall(recipe, typed)
-            result = priced(recipe, typed, dtype_bytes=dtype.itemsize)
+            result = estimated(recipe, typed, dtype_bytes=dtype.itemsize)
             assert result.state_bytes == state.nbytes, recipe
 
 
@@ -416,7 +418,7 @@ def test_state_bytes_are_exact() -> None:
 def test_state_bytes_under_half_precision(recipe: rc.Recipe) -> None:
     x = generate.inputs(recipe, T=11, dtype=torch.bfloat16)
     _, state = generate.run_recall(recipe, x)
-    assert priced(recipe, x, dtype_bytes=2).state_bytes == state.nbytes
+    assert estimated(recipe, x, dtype_bytes=2).state_bytes == state.nbytes
 
 
 @pytest.mark.parametrize("name", generate.presets())
@@ -426,11 +428,11 @@ def test_state_of_presets(name: str) -> None:
     for T in (130, 131):
         x = inputs(recipe, T=T)
         _, state = generate.run_recall(recipe, x)
-        result = priced(recipe, x)
+        result = estimated(recipe, x)
         assert result.state_bytes == state.nbytes
         sizes.append(state.nbytes)
     if recipe.uses_kernel_rows and recipe.algorithm.batch_size > 1:
-        return  # rows come a batch at a time
+        return  # rows are added by batches
     # A Cholesky factor's rows grow by one number from token to token.
     rel = 0.01 if recipe.solves_from_gram else 0
     assert result.state_bytes_per_token == pytest.approx(sizes[1] - sizes[0], rel=rel)
@@ -442,18 +444,18 @@ def test_state_of_presets(name: str) -> None:
 
 def test_scaling() -> None:
     T = LONG
-    once, twice = cost(R(), T=T), cost(R(), T=2 * T)
-    assert twice.total == 2 * once.total
-    assert twice.state == once.state
-    assert cost(R(), T=T, H=3, B=2).total == 6 * once.total
-    assert cost(R(), T=T, B=2).state_bytes == 2 * once.state_bytes
-    assert once.training == 3 * once.total
+    single, double = cost(R(), T=T), cost(R(), T=2 * T)
+    assert double.total == 2 * single.total
+    assert double.state == single.state
+    assert cost(R(), T=T, H=3, B=2).total == 6 * single.total
+    assert cost(R(), T=T, B=2).state_bytes == 2 * single.state_bytes
+    assert single.training == 3 * single.total
     assert cost(R(), T=0).total == 0
     attention = rc.zoo.get("softmax_attention").recipe
     assert cost(attention, T=1024).total > 3.9 * cost(attention, T=512).total
 
 
-def test_moved_bytes_hold_inputs_and_outputs() -> None:
+def test_moved_bytes_include_inputs_and_outputs() -> None:
     result = cost(R(), T=LONG, K=32, V=16)
     inputs_and_outputs = LONG * (32 + 16 + 32 + 16 + 1) * 4
     borders, rest = divmod(result.min_bytes_moved - inputs_and_outputs, 2 * 32 * 16 * 4)
@@ -462,7 +464,7 @@ def test_moved_bytes_hold_inputs_and_outputs() -> None:
     assert cost(R(), T=LONG, K=32, V=16, dtype_bytes=2).min_bytes_moved < result.min_bytes_moved
 
 
-def test_dear_recipes_say_so() -> None:
+def test_expensive_recipes_are_marked() -> None:
     def notes(**choices: object) -> str:
         return " ".join(cost(R(**choices)).notes)
 
@@ -483,7 +485,7 @@ def test_data_and_table() -> None:
     assert data["state_bytes"] == sum(data["state"].values())
     table = str(result).split("\n")
     assert table[0].split(maxsplit=1) == ["engine", "linear (triangular solve)"]
-    assert len({line.index(line.split("  ")[-1].lstrip()) for line in table}) == 1  # lined up
+    assert len({line.index(line.split("  ")[-1].lstrip()) for line in table}) == 1
 
 
 def test_sizes_are_checked() -> None:

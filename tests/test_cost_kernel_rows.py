@@ -1,4 +1,4 @@
-"""What memories over a kernel's features cost, and how they are explained."""
+"""Costs and explanations of memories over a kernel's features."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ NAMES = ("delta_former", "deep_transformer", "swdt", "dot")
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_state_bytes_are_those_of_a_state(name: str) -> None:
-    """Rows from nothing but tokens, and the open inner batch."""
+def test_state_bytes_equal_those_of_a_state(name: str) -> None:
+    """Rows without initial pairs, and the open inner batch."""
     recipe = rc.zoo.get(name).recipe
     x = generate.inputs(recipe, B=2, T=128, H=3, K=8, V=8, dtype=torch.float32)
     if recipe.needs_init():
@@ -34,10 +34,10 @@ def test_state_bytes_are_those_of_a_state(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_attention_flops_are_those_that_torch_counts(name: str) -> None:
-    """The four products over pairs; blocks compare up to their end: half a block more."""
+def test_attention_flops_equal_the_count_of_torch(name: str) -> None:
+    """The four products over pairs; blocks compare up to their end, half a block more."""
     recipe, T = rc.zoo.get(name).recipe, 512
-    if recipe.memory.linear:  # torch does not count its own attention, which the softmax would use
+    if recipe.memory.linear:  # torch does not count its attention, which the softmax would use
         recipe = recipe.replace(memory=rc.memory.Matrix())
     x = generate.inputs(recipe, B=1, T=T, H=1, K=32, V=32, dtype=torch.float32, zero=True)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
@@ -74,7 +74,7 @@ def test_several_probe_keys_are_explained() -> None:
     assert "param mix [H, J]" in text
 
 
-def test_deep_transformer_names_what_it_starts_from() -> None:
+def test_deep_transformer_names_its_initial_pairs() -> None:
     text = str(rc.explain("deep_transformer"))
     assert "init m keys [m×64], m rows [m×128], W1 [64×128]" in text
     assert "a key [64] and rows [128] per token" in text

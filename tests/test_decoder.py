@@ -1,4 +1,4 @@
-"""`rc.StaticDecoder`: the layer's own tokens in fixed tensors, and what it refuses."""
+"""`rc.StaticDecoder`: the layer's tokens in fixed tensors, and errors."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ MAC = rc.blocks.MemoryAsContext("gla", "softmax_attention", segment=4, persisten
 
 
 def recorded(run: Callable[[], Any]) -> static.Recorded:
-    """Run a function as a CUDA graph does: later runs write into the tensors of the first."""
+    """Run a function like a CUDA graph: later runs write into the tensors of the first."""
     y, new_state = run()
-    # Expanded tensors share entries, and cannot be written to.
+    # Expanded tensors share entries and are read-only.
     new_state = map_state(new_state, torch.Tensor.contiguous)
     targets = [y, *tensors_of(new_state)]
 
@@ -36,7 +36,7 @@ def recorded(run: Callable[[], Any]) -> static.Recorded:
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Record each phase on the CPU, too."""
+    """Record each phase, also on the CPU."""
     monkeypatch.setattr(static, "graph_recorder", lambda _: recorded)
 
 
@@ -49,7 +49,7 @@ def deep(batch: int = 4) -> rc.Recipe:
 
 
 def decodes_as_the_layer(name: str, tokens: int) -> rc.StaticDecoder:
-    """The decoder of a layer, after tokens that were the layer's own, of two rows."""
+    """Compare the decoder of a layer with the layer, after tokens of the layer, for two rows."""
     torch.manual_seed(0)
     layer = rc.zoo.get(name).build(d_model=8, num_heads=2)
     x = torch.randn(2, tokens, 8)
@@ -65,7 +65,7 @@ def decodes_as_the_layer(name: str, tokens: int) -> rc.StaticDecoder:
 @pytest.mark.parametrize("name", ["gated_delta_net", "rls", "mamba2", "log_linear_attention"])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 @pytest.mark.usefixtures("graphs")
-def test_the_layers_own_tokens(name: str, mode: type) -> None:
+def test_tokens_of_the_layer(name: str, mode: type) -> None:
     with mode():
         decoder = decodes_as_the_layer(name, 12)
     assert decoder.num_recorded == decoder.period == 1
@@ -78,15 +78,15 @@ def test_without_graphs_the_module_runs() -> None:
 @pytest.mark.parametrize("name", ["ttt_linear", "omega_net"])
 @pytest.mark.usefixtures("graphs")
 def test_rows_of_a_deep_memory_on_a_cpu(name: str) -> None:
-    """Its caches hold views that all rows share."""
+    """Its caches are views that all rows share."""
     with torch.no_grad():
         decoder = decodes_as_the_layer(name, 60)
     assert decoder.num_recorded == decoder.period == 16
 
 
 @pytest.mark.usefixtures("graphs")
-def test_inner_batches_and_going_on() -> None:
-    """Every place of the inner batch is a step of its own; the module goes on from the state."""
+def test_inner_batches_and_continued_calls() -> None:
+    """Every position of the inner batch is a separate step; the module continues from the state."""
     torch.manual_seed(0)
     layer = rc.MemoryLayer(8, 2, deep())
     x = torch.randn(2, 40, 8)
@@ -109,7 +109,7 @@ def test_a_language_model() -> None:
 
 
 def decodes_a_language_model(**options: bool) -> None:
-    """Its tokens by a decoder with such options, and its own after them, are those at once."""
+    """Compare tokens of a decoder with these options, and the model's next tokens, with a call."""
     torch.manual_seed(0)
     config = rc.lm.RecollectConfig.from_recipes(
         {"delta": "gated_delta_net", "deep": deep()},
@@ -136,8 +136,8 @@ def decodes_a_language_model(**options: bool) -> None:
 
 
 @pytest.mark.usefixtures("graphs")
-def test_rows_out_of_step() -> None:
-    """Linear memories decide nothing by place; a deep one says why it cannot."""
+def test_rows_at_different_positions() -> None:
+    """Linear memories do not depend on positions; a deep memory states its reason."""
     torch.manual_seed(0)
     x, mask = torch.randn(2, 9, 8), torch.ones(2, 5)
     mask[0, :2] = 0
@@ -159,7 +159,7 @@ def test_rows_out_of_step() -> None:
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.usefixtures("graphs")
 def test_a_state_that_grows_in_slots(name: str, mode: type) -> None:
-    """The layer's own tokens, rows of different lengths among them, until no slot is left."""
+    """Compare with the layer's tokens, also for rows of different lengths, in all slots."""
     torch.manual_seed(0)
     layer = rc.zoo.get(name).build(d_model=8, num_heads=2).double()
     x, mask = torch.randn(2, 15, 8, dtype=torch.float64), torch.ones(2, 5, dtype=torch.bool)
@@ -172,7 +172,7 @@ def test_a_state_that_grows_in_slots(name: str, mode: type) -> None:
             torch.testing.assert_close(decoder(x[:, t : t + 1]), y, rtol=1e-10, atol=1e-12)
         with pytest.raises(ValueError, match="all 14 slots are full"):
             decoder(x[:, 14:])
-        later = decoder.state  # of its own size, from which the layer or another decoder goes on
+        later = decoder.state  # of another size, from which the layer or another decoder continues
         assert later.position.tolist() == [14, 12]
         y, _ = layer(x[:, 14:], state)
         more = rc.StaticDecoder(layer, later, max_cache_len=20)
@@ -180,41 +180,41 @@ def test_a_state_that_grows_in_slots(name: str, mode: type) -> None:
             torch.testing.assert_close(result, y, rtol=1e-10, atol=1e-12)
 
 
-def test_what_is_refused() -> None:
+def test_errors() -> None:
     x = torch.randn(1, 3, 8)
 
-    def after(layer: torch.nn.Module) -> object:
+    def later(layer: torch.nn.Module) -> object:
         return layer(x)[1]
 
     attention = rc.zoo.get("softmax_attention").build(d_model=8, num_heads=2)
     with pytest.raises(ValueError, match="this layer grows with the text"):
-        rc.StaticDecoder(attention, after(attention))
+        rc.StaticDecoder(attention, later(attention))
     chain = rc.blocks.build(rc.blocks.Sequential("gla", "softmax_attention"), 8, 2)
     with pytest.raises(ValueError, match="grows with the text"):
-        rc.StaticDecoder(chain, after(chain))
+        rc.StaticDecoder(chain, later(chain))
     mac = rc.blocks.build(rc.blocks.Sequential(MAC, "softmax_attention"), 8, 2)
     with pytest.raises(ValueError, match="MemoryAsContext resets its attention"):
-        rc.StaticDecoder(mac, after(mac), max_cache_len=9)
+        rc.StaticDecoder(mac, later(mac), max_cache_len=9)
     batches = rc.zoo.get("deep_transformer").build(d_model=8, num_heads=2)
     with pytest.raises(ValueError, match="needs the position on the host"):
-        rc.StaticDecoder(batches, after(batches), max_cache_len=9)
+        rc.StaticDecoder(batches, later(batches), max_cache_len=9)
     long = rc.MemoryLayer(8, 2, deep(batch=512))
     with pytest.raises(ValueError, match="512 tokens"):
-        rc.StaticDecoder(long, after(long))
+        rc.StaticDecoder(long, later(long))
     layer = rc.zoo.get("gla").build(d_model=8, num_heads=2)
     with pytest.raises(ValueError, match="needs the state after the prompt"):
         rc.StaticDecoder(layer, None)
     with pytest.raises(ValueError, match="takes a layer with its state"):
         rc.StaticDecoder(layer, rc.lm.RecollectCache([layer(x)[1]]))
     with pytest.raises(ValueError, match="and this one does not: leave it out"):
-        rc.StaticDecoder(layer, after(layer), max_cache_len=9)
+        rc.StaticDecoder(layer, later(layer), max_cache_len=9)
     for slots, why in (
         (0, r"StaticDecoder\(max_cache_len=...\)"),
         (3, "too few slots for 4 tokens"),
     ):
         with pytest.raises(ValueError, match=why):
-            rc.StaticDecoder(attention, after(attention), max_cache_len=slots)(x[:, :1])
-    decoder = rc.StaticDecoder(layer, after(layer))
+            rc.StaticDecoder(attention, later(attention), max_cache_len=slots)(x[:, :1])
+    decoder = rc.StaticDecoder(layer, later(layer))
     with pytest.raises(ValueError, match="one token at a time"):
         decoder(x)
     with pytest.raises(ValueError, match="9"):
@@ -224,7 +224,7 @@ def test_what_is_refused() -> None:
         decoder(x[:, :1].double())
 
 
-def test_what_cannot_be_recorded_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_of_an_unrecordable_module(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = rc.zoo.get("gla").build(d_model=8, num_heads=2)
     x = torch.randn(1, 3, 8)
 
@@ -239,7 +239,7 @@ def test_what_cannot_be_recorded_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.usefixtures("graphs")
-def test_an_error_of_the_module_is_not_reworded() -> None:
+def test_error_of_the_module_is_unchanged() -> None:
     layer = rc.zoo.get("gla").build(d_model=8, num_heads=2)
     x = torch.randn(1, 3, 8)
     decoder = rc.StaticDecoder(layer, layer(x)[1])

@@ -1,4 +1,4 @@
-"""`rc.StaticDecoder` with a compiler: the layer's own tokens, and what it refuses."""
+"""`rc.StaticDecoder` with a compiler: the layer's tokens, and errors."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ GROWS = {"mesa_net", "gated_kalmanet"} | {
 
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The traced operations as they are: what a compiler makes of them is its own matter."""
+    """Run traced operations without a compiler."""
 
     monkeypatch.setattr("torch._inductor.compile", lambda graph, *_: graph)
 
 
-def follows(layer: nn.Module, *, far: float = 1e-6, more: int = 3) -> None:
-    """Tokens and states of the decoder are the layer's, over all places and back."""
+def check_decoder(layer: nn.Module, *, tolerance: float = 1e-6, more: int = 3) -> None:
+    """Compare tokens and states of the decoder with the layer's, over all positions plus one."""
     layer.eval()
     with torch.no_grad():
         _, state = layer(torch.randn(B, 3, D))
@@ -54,11 +54,13 @@ def follows(layer: nn.Module, *, far: float = 1e-6, more: int = 3) -> None:
         for _ in range(decoder.warmup_tokens + 2 * decoder.period + more):
             x = torch.randn(B, 1, D)
             y, state = layer(x, state)
-            torch.testing.assert_close(decoder(x), y, rtol=far, atol=far)
+            torch.testing.assert_close(decoder(x), y, rtol=tolerance, atol=tolerance)
         assert decoder.num_recorded == decoder.period
         later = decoder.state
         x = torch.randn(B, 7, D)
-        torch.testing.assert_close(layer(x, later)[0], layer(x, state)[0], rtol=far, atol=far)
+        torch.testing.assert_close(
+            layer(x, later)[0], layer(x, state)[0], rtol=tolerance, atol=tolerance
+        )
 
 
 @pytest.mark.parametrize(
@@ -73,9 +75,9 @@ def follows(layer: nn.Module, *, far: float = 1e-6, more: int = 3) -> None:
     ],
 )
 @pytest.mark.usefixtures("traced")
-def test_the_layers_own_tokens(name: str) -> None:
+def test_tokens_of_the_layer(name: str) -> None:
     torch.manual_seed(0)
-    follows(rc.zoo.get(name).build(d_model=D, num_heads=2))
+    check_decoder(rc.zoo.get(name).build(d_model=D, num_heads=2))
 
 
 @pytest.mark.parametrize(
@@ -83,11 +85,11 @@ def test_the_layers_own_tokens(name: str) -> None:
 )
 @pytest.mark.usefixtures("traced")
 def test_inner_batches(name: str) -> None:
-    """Chains, the replay of an open batch, and windows that reach into the last batch."""
+    """Chains, the replay of an open batch, and windows that include the last batch."""
     torch.manual_seed(0)
     preset = rc.zoo.get(name)
     algorithm = replace(preset.recipe.algorithm, batch_size=3)
-    follows(rc.MemoryLayer(D, 2, replace(preset.recipe, algorithm=algorithm), preset.options))
+    check_decoder(rc.MemoryLayer(D, 2, replace(preset.recipe, algorithm=algorithm), preset.options))
 
 
 @pytest.mark.slow  # `test_decoder` decodes compositions without a compiler
@@ -96,13 +98,9 @@ def test_inner_batches(name: str) -> None:
 def test_compositions(segment: int) -> None:
     torch.manual_seed(0)
     mixed = rc.blocks.Sequential("gated_delta_net", SHORT)
-    follows(rc.blocks.build(mixed, D, 2))
+    check_decoder(rc.blocks.build(mixed, D, 2))
     mac = rc.blocks.MemoryAsContext(SHORT, "softmax_attention", segment=segment, persistent=2)
-    follows(rc.blocks.build(mac, D, 2), far=1e-5)
-
-
-def inference() -> AbstractContextManager[object]:
-    return torch.inference_mode()
+    check_decoder(rc.blocks.build(mac, D, 2), tolerance=1e-5)
 
 
 def autocast() -> AbstractContextManager[object]:
@@ -113,12 +111,12 @@ MODES = [
     (nullcontext, torch.float64, None),
     (nullcontext, torch.bfloat16, None),
     (nullcontext, torch.float32, "tf32"),
-    (inference, torch.float32, None),
+    (torch.inference_mode, torch.float32, None),
     (autocast, torch.float32, None),
 ]
 
 
-# Fast are all modes of the linear engine, and of the deep one the mode that changes most dtypes.
+# Fast are all modes of the linear engine, and of the deep engine the mode with most casts.
 @pytest.mark.parametrize(
     ("recipe", "mode", "dtype", "precision"),
     [
@@ -134,7 +132,7 @@ def test_modes(
     precision: str | None,
     recipe: rc.Recipe,
 ) -> None:
-    """To the last bit: casts are those of the mode, and none is made twice."""
+    """To the last bit: casts are those of the mode, each made once."""
     torch.manual_seed(0)
     layer = rc.MemoryLayer(D, 2, recipe, precision=precision).to(dtype).eval()
     with mode(), torch.no_grad():
@@ -150,7 +148,7 @@ def test_modes(
 
 @pytest.mark.usefixtures("traced")
 def test_a_program_in_fixed_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, where the program itself is recorded."""
+    """A GPU records the program."""
     torch.manual_seed(0)
     runs: list[Callable[[], object]] = []
 
@@ -159,7 +157,7 @@ def test_a_program_in_fixed_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
         return recorded(run)
 
     monkeypatch.setattr(static, "graph_recorder", lambda _: record)
-    follows(rc.MemoryLayer(D, 2, deep()))
+    check_decoder(rc.MemoryLayer(D, 2, deep()))
     assert len(runs) == 4
 
 
@@ -169,7 +167,7 @@ def test_a_language_model() -> None:
 
 
 @pytest.mark.usefixtures("traced")
-def test_weights_that_change_in_place_are_read_anew() -> None:
+def test_weights_that_change_in_place_are_read_again() -> None:
     torch.manual_seed(0)
     layer = rc.zoo.get("gated_delta_net").build(d_model=D, num_heads=2).eval()
     with torch.no_grad():
@@ -192,21 +190,21 @@ def test_compiled_for_this_machine(name: str) -> None:
     layer = rc.zoo.get(name).build(d_model=D, num_heads=2)
     if name == "titans":
         layer = rc.MemoryLayer(D, 2, SHORT, rc.zoo.get("titans").options)
-    follows(layer, far=1e-5)
+    check_decoder(layer, tolerance=1e-5)
 
 
 @pytest.mark.usefixtures("traced")
-def test_what_asks_for_a_number_is_refused() -> None:
-    """Rather than compiled with the answer of one token."""
+def test_module_that_reads_a_value_is_refused() -> None:
+    """Otherwise the program would contain the result of one token."""
 
-    class Looks(nn.Module):
+    class ReadsValue(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x if float(x.sum()) > 0 else -x
 
     x = torch.randn(1, 1, 8)
     mesa = rc.zoo.get("mesa_net").build(d_model=8, num_heads=2)
     looking = rc.zoo.get("gla").build(d_model=8, num_heads=2)
-    looking.out = nn.Sequential(looking.out, Looks())
+    looking.out = nn.Sequential(looking.out, ReadsValue())
     for layer in (mesa, looking):
         layer.eval()
         decoder = rc.StaticDecoder(layer, layer(x)[1], compile=True)
@@ -231,7 +229,7 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
         decoder(x)
 
 
-def test_what_is_written_down_is_not_looked_at() -> None:
+def test_recorded_program_checks_no_values() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     real = torch.ones(2)

@@ -1,4 +1,4 @@
-"""`diagnose`: norms, surprise and steps against plain computations, and faults where they are."""
+"""`diagnose`: norms, surprise and steps against plain computations, and detection of faults."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import recollect as rc
 from recollect.layer.options import GateOptions, LayerOptions
 
 D, HEADS, B, T = 16, 2, 2, 24
-# Curves are kept in float32.
+# Curves are stored in float32.
 TOL = {"atol": 1e-5, "rtol": 1e-5}
 
 
@@ -118,7 +118,7 @@ def test_surprise_is_the_norm_of_the_error() -> None:
 
 
 def test_a_deep_memory_with_momentum_and_inner_batches() -> None:
-    """Norms stand at the borders; surprise is measured at the memory of the batch's start."""
+    """Norms are taken at boundaries; surprise is measured at the memory of the batch's start."""
     recipe = rc.Recipe(
         memory=rc.memory.MLP(norm="layer"),
         bias=rc.bias.Huber(threshold=2.0),
@@ -159,7 +159,7 @@ def test_a_deep_memory_with_momentum_and_inner_batches() -> None:
         assert isinstance(total, Tensor)
         size = total.sqrt().mean(0)
         torch.testing.assert_close(result.slots["momentum"][p + 1].double(), size, **TOL)
-    # The last batch is open: it was read, and has not written.
+    # The last batch is open: its tokens are read, and not written.
     assert result.loss[20:].isfinite().all()
     assert result.step[20:].isnan().all()
 
@@ -208,7 +208,7 @@ def test_every_kind_of_recipe(recipe: rc.Recipe) -> None:
     assert result.findings is not None
 
 
-def test_steps_that_overshoot_are_told() -> None:
+def test_steps_that_overshoot_are_reported() -> None:
     fast = LayerOptions(gate_options={"lr": GateOptions(low=2.4, high=2.6, init=2.5)})
     result = rc.diagnose(build(rc.Recipe(), fast), tokens(12))
     assert ((result.step > 2.4) & (result.step < 2.6)).all()
@@ -218,8 +218,8 @@ def test_steps_that_overshoot_are_told() -> None:
     assert sum("next to nothing is written" in line for line in lines) == HEADS
 
 
-def test_a_memory_that_fades_is_told() -> None:
-    """A start of norm 3.86 is down to a seventieth after 33 tokens, and nothing is written."""
+def test_memory_that_decays_is_reported() -> None:
+    """An initial norm of 3.86 decays to a seventieth in 33 tokens without writes."""
     recipe = rc.Recipe(
         memory=rc.memory.MLP(norm="layer"),
         retention=rc.retention.Decay(alpha=0.013 ** (1 / 33)),
@@ -228,15 +228,15 @@ def test_a_memory_that_fades_is_told() -> None:
     result = rc.diagnose(build(recipe), tokens(33))
     first, last = result.memory["W1"][0, 0], result.memory["W1"][-1, 0]
     assert 1e-2 * first < last < 5e-2 * first
-    told = [line for line in result.findings if "head 0: the norm of W1 decays" in line]
-    assert len(told) == 1 and "within 33 tokens" in told[0]
+    findings = [line for line in result.findings if "head 0: the norm of W1 decays" in line]
+    assert len(findings) == 1 and "within 33 tokens" in findings[0]
     assert "nothing to report" not in str(result)
 
 
-def test_a_memory_that_grew_and_faded_is_told() -> None:
-    """From nothing over its largest to nothing: first and last alone would not show it."""
+def test_memory_that_grows_and_decays_is_reported() -> None:
+    """From zero over a maximum to zero: the first and last norm alone would not show it."""
     layer, x = build(rc.Recipe(retention=rc.retention.Decay(alpha=0.8))), tokens(40)
-    x[:, 4:] = 0  # no keys and no values any more
+    x[:, 4:] = 0  # no keys and values after this token
     result = rc.diagnose(layer, x)
     assert result.memory["W"][0].max() == 0
     assert any("head 1: the norm of W decays" in line for line in result.findings)
@@ -244,8 +244,8 @@ def test_a_memory_that_grew_and_faded_is_told() -> None:
     assert not any("decays from" in line for line in diagnosis.findings)
 
 
-def test_the_first_overflow_is_found_and_named() -> None:
-    """Steps of 8 on one head blow its memory up; the other stays as it is."""
+def test_first_overflow_is_named() -> None:
+    """Steps of 8 on one head make its memory diverge; the other is unchanged."""
     fast = LayerOptions(gate_options={"lr": GateOptions(low=0.0, high=16.0, init=(0.5, 8.0))})
     layer = build(rc.Recipe(), fast).float()
     for parameter in (layer.gates["lr"].weight,):
@@ -260,7 +260,7 @@ def test_the_first_overflow_is_found_and_named() -> None:
     # The error grows 7-fold with every token whose key repeats: from 1 to 3e38 in 46 tokens.
     assert fault.token is not None
     assert 40 < fault.token < 56
-    # Its square leaves the range before the error does: +inf is a surprise, NaN would be none.
+    # The square overflows before the error: the surprise is +inf and not NaN.
     assert not result.loss[: fault.token - 1].isnan().any()
     assert result.loss[fault.token + 1 :].isnan().all()
     assert "lr = 8" in str(fault)
@@ -270,7 +270,7 @@ def test_the_first_overflow_is_found_and_named() -> None:
     torch.testing.assert_close(k[:, 50], k[:, 51])
 
 
-def test_an_overflow_of_a_rate_that_is_no_gate() -> None:
+def test_overflow_of_a_rate_without_a_gate() -> None:
     torch.manual_seed(0)
     recipe = rc.Recipe(
         memory=rc.memory.MLP(depth=2), algorithm=rc.algorithm.GradientDescent(batch_size=8, lr=4.0)
@@ -281,7 +281,7 @@ def test_an_overflow_of_a_rate_that_is_no_gate() -> None:
     assert "smaller steps" in result.first_fault.cause
 
 
-def test_what_was_given_is_looked_at_first() -> None:
+def test_inputs_are_checked_first() -> None:
     layer, x = build("gated_delta_net"), tokens()
     x[1, 7, 3] = torch.nan
     fault = rc.diagnose(layer, x).first_fault
@@ -295,7 +295,7 @@ def test_what_was_given_is_looked_at_first() -> None:
     assert fault is not None
     assert fault.quantity == "param out.weight"
 
-    # A gate that overflows at one token, in one head, from finite weights.
+    # A gate that overflows at one token and head, from finite weights.
     log_rate = rc.Recipe(
         bias=rc.bias.DotProduct(), algorithm=rc.algorithm.GradientDescent(lr="log_input")
     )
@@ -322,7 +322,7 @@ def test_saturated_gates() -> None:
         layer.gates["log_decay"].bias.copy_(torch.tensor([3.0, 12.0]))
     result = rc.diagnose(layer, tokens())
     assert result.saturated["lr"].tolist() == [0, 1]
-    # e^(−12) over 24 tokens keeps all, e^(−3) does not.
+    # e^(−12) over 24 tokens keeps the memory, e^(−3) does not.
     assert result.saturated["log_decay"].tolist() == [0, 1]
     assert "head 1: gate 'lr' is saturated at 100%" in result.findings
 
@@ -337,7 +337,7 @@ def test_a_figure(tmp_path: Path) -> None:
     assert "<svg" in svg.read_text()
 
 
-def test_what_is_refused() -> None:
+def test_errors() -> None:
     layer = build("delta_net")
     with pytest.raises(ValueError, match=r"\[B, T, 16\] with B and T ≥ 1, not \[2, 0, 16\]"):
         rc.diagnose(layer, tokens(0))

@@ -1,4 +1,4 @@
-"""What `diagnose` says of shares and of the steepness of an inner batch's steps."""
+"""Findings of `diagnose` about multiples of the stability limit and inner batches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def build(algorithm: rc.algorithm.Algorithm, **gates: GateOptions) -> rc.MemoryL
 
 
 def eigenvalues(layer: rc.MemoryLayer, x: Tensor, b: int, normalized: bool) -> Tensor:
-    """Of the first batch, by the gradient of every association with autograd: ``[H]``."""
+    """Return those of the first batch, by autograd's gradient of every association: ``[H]``."""
     inputs = layer.memory_inputs(x.double())
     start = layer.initial_memory
     assert start is not None
@@ -49,7 +49,7 @@ def eigenvalues(layer: rc.MemoryLayer, x: Tensor, b: int, normalized: bool) -> T
 
 
 @pytest.mark.parametrize("normalized", [True, False])
-def test_the_top_eigenvalue_is_that_of_the_rates_times_the_tangent_kernel(normalized: bool) -> None:
+def test_top_eigenvalue_of_the_rates_times_the_tangent_kernel(normalized: bool) -> None:
     layer, x = (
         build(rc.algorithm.GradientDescent(batch_size=6, normalized_steps=normalized)),
         tokens(),
@@ -61,8 +61,8 @@ def test_the_top_eigenvalue_is_that_of_the_rates_times_the_tangent_kernel(normal
     torch.testing.assert_close(result.curvature[0].double(), want, rtol=1e-4, atol=1e-6)
 
 
-def test_equal_tokens_reach_twice_the_share() -> None:
-    """b equal associations of share s make 2 s: the limit of 2 is at s = 1."""
+def test_equal_tokens_double_the_multiple() -> None:
+    """b equal associations of multiple s make 2 s: the limit of 2 is at s = 1."""
     share = GateOptions(unit="stability_limit", source="constant", init=0.75)
     layer = build(
         rc.algorithm.Momentum(batch_size=4, normalized_steps=True, momentum=0.5), lr=share
@@ -95,15 +95,15 @@ def test_steps_beyond_the_limit_are_found() -> None:
         rc.zoo.get("memora").recipe,
     ],
 )
-def test_what_does_not_add_up_linearly_has_no_eigenvalue(recipe: rc.Recipe) -> None:
+def test_nonlinear_steps_have_no_eigenvalue(recipe: rc.Recipe) -> None:
     result = rc.diagnose(rc.MemoryLayer(8, 2, recipe), tokens())
     assert result.curvature is None
     assert result.limit_multiple is None
     assert result.to_dict()["curvature"] is None
 
 
-def test_steps_that_leave_the_range_are_said_to_be_the_memorys_own() -> None:
-    """Inputs × 100 under rates that nobody measures: what to do, and no advice against it."""
+def test_steps_that_overflow_are_attributed_to_the_memory() -> None:
+    """Inputs × 100 under rates that are not measured: advice that does not contradict itself."""
     torch.manual_seed(0)
     layer = rc.zoo.get("moneta_exact").build(d_model=64, num_heads=4)
     result = rc.diagnose(layer, torch.randn(1, 64, 64) * 100)

@@ -1,12 +1,11 @@
-"""Every block of README and the documentation runs, as it is printed and in the order of its page.
+"""Every block of README and the documentation runs as printed, in the order of its page.
 
-The python blocks of a page share their names, as somebody's who pastes one after the other. Console
-blocks run where they name ``recollect``; what they name of make and pip must exist. TOML blocks are
-written under the name that the page gives them, and so is any block with a title, which is then not
-run by itself: ``torchrun`` runs it where it is a script. A text right below a block is its output,
-and a line ``…`` in it stands for lines that are left out. Each page starts in an empty folder with
-what it takes as given (`_given`): a saved model, texts. A training of minutes runs at another
-size (`SMOKE`), everything else word for word; what takes seconds even so is slow.
+The Python blocks of a page share their names. Console blocks run if they name ``recollect``, and
+the targets that they pass to make and pip must exist. A block with a title, such as a TOML file, is
+written under that name and not run, unless ``torchrun`` runs it. The text below a block is its
+output, and a line ``…`` in it stands for omitted lines. Each page starts in an empty folder with
+the files that it assumes (`_prepare`): a saved model, texts. A training of minutes runs at another
+size (`SMOKE`), and all other blocks unchanged. Blocks that still take seconds are slow.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import tomllib
 import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -53,7 +52,7 @@ SLOW_PAGES = (
     "docs/tutorials/scale-out.md",
     "docs/tutorials/train.md",
 )
-# At smoke size too, but seconds each.
+# Seconds each, also at smoke size.
 SLOW_AT_SMOKE_SIZE = (
     "docs/compare.md",
     "docs/eval.md",
@@ -62,7 +61,7 @@ SLOW_AT_SMOKE_SIZE = (
     "docs/tutorials/own-retention-and-algorithm.md",
 )
 TUTORIALS = "docs/tutorials/"
-ROUGH = 0.02  # of a tutorial's numbers with a decimal point: other processors round otherwise
+ROUGH = 0.02  # of a tutorial's decimal numbers, because other processors round differently
 NUMBER = re.compile(r"\d+\.\d+")
 SLOW_COMMANDS = ("recollect compare",)
 
@@ -95,7 +94,7 @@ SMOKE = {
 
 
 class Block(NamedTuple):
-    """One of a page; ``between`` is what stands between the block before and this one."""
+    """A block of a page; ``between`` is the text after the block before."""
 
     kind: str
     text: str
@@ -126,8 +125,8 @@ def _smoke(text: str) -> str:
     return text
 
 
-def _given(page: str) -> None:
-    """What a page takes as given, in the current folder."""
+def _prepare(page: str) -> None:
+    """Create the files that a page assumes in the current folder."""
     if page in ("docs/eval.md", "docs/language-models.md"):
         from recollect.lm.data.tokenizers import byte_tokenizer
 
@@ -169,12 +168,12 @@ def _given(page: str) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """In an empty folder, without a hub, and with what nobody else's page has registered."""
+def _isolated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Run in an empty folder, without a hub, and without members that other pages register."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     initial, presets = dict(member._REGISTRY), dict(_PRESETS)
-    for name in [name for name, cls in initial.items() if not _ours(cls)]:
+    for name in [n for n, cls in initial.items() if not cls.__module__.startswith("recollect.")]:
         del member._REGISTRY[name]
     yield
     member._REGISTRY.clear()
@@ -183,32 +182,28 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     _PRESETS.update(presets)
 
 
-def _ours(cls: type[Any]) -> bool:
-    return cls.__module__.startswith("recollect.")
-
-
 def _python(page: str, block: str, module: types.ModuleType) -> str:
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
         exec(compile(block, page, "exec", dont_inherit=True), vars(module))
-    return said.getvalue()
+    return output.getvalue()
 
 
 def _console(page: str, block: str, slow: bool) -> str:
-    said = ""
+    output = ""
     for command in _commands(block):
         if command.startswith("torchrun ") and page.startswith(TUTORIALS):
-            said += _torchrun(shlex.split(command)[1:])
+            output += _torchrun(shlex.split(command)[1:])
         if not command.startswith("recollect ") or (command.startswith(SLOW_COMMANDS) and not slow):
             continue
         result = CliRunner().invoke(build(), shlex.split(_smoke(command), comments=True)[1:])
         assert result.exit_code == 0, f"{page}: {command}\n{result.output}\n{result.exception!r}"
-        said += result.stdout
-    return said
+        output += result.stdout
+    return output
 
 
 def _torchrun(arguments: list[str]) -> str:
-    """Several processes in the current folder, on a free port; what they printed."""
+    """Run several processes in the current folder, on a free port, and return their output."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "c10d"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
     result = subprocess.run(
@@ -224,7 +219,7 @@ def _torchrun(arguments: list[str]) -> str:
 
 
 def _equal(line: str, printed: str, page: str) -> bool:
-    """Whether a line of the page is the printed one; in tutorials decimals nearly so."""
+    """Whether a line of the page equals the printed one; decimals of tutorials may differ."""
     if line == printed or not page.startswith(TUTORIALS):
         return line == printed
     if NUMBER.sub("#", line) != NUMBER.sub("#", printed):
@@ -234,7 +229,7 @@ def _equal(line: str, printed: str, page: str) -> bool:
 
 
 def _missing(block: str, printed: str, page: str) -> list[str]:
-    """The lines of a block that were not printed there; a line ``…`` stands for any lines.
+    """Return the lines of a block that were not printed; a line ``…`` matches any lines.
 
     A block may end early.
     """
@@ -258,7 +253,7 @@ def _module(page: str, monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
 
 def _page(page: str, monkeypatch: pytest.MonkeyPatch, slow: bool) -> None:
     module = _module(page, monkeypatch)
-    _given(page)
+    _prepare(page)
     printed = ""
     for kind, block, between, title in _blocks(page):
         if title is not None:
@@ -266,14 +261,14 @@ def _page(page: str, monkeypatch: pytest.MonkeyPatch, slow: bool) -> None:
         elif kind == "python":
             printed = _python(page, _smoke(block), module)
         elif kind == "pycon":
-            code, said = block.removeprefix(">>> ").split("\n", 1)
-            name, _, sentence = " ".join(said.split()).partition(": ")
+            code, printed_error = block.removeprefix(">>> ").split("\n", 1)
+            name, _, sentence = " ".join(printed_error.split()).partition(": ")
             with pytest.raises(rc.RecipeError, match=re.escape(sentence)) as refused:
                 exec(code, vars(module))
             assert name == type(refused.value).__name__
         elif kind == "toml":
             tomllib.loads(block)
-            if not Path(TOML_NAMES[page]).exists():  # later ones are parts of files
+            if not Path(TOML_NAMES[page]).exists():  # later blocks are parts of files
                 Path(TOML_NAMES[page]).write_text(_smoke(block), encoding="utf-8")
         elif kind == "console":
             printed = _console(page, block, slow)
@@ -291,15 +286,15 @@ def _page(page: str, monkeypatch: pytest.MonkeyPatch, slow: bool) -> None:
         if page not in SLOW_PAGES
     ],
 )
-def test_a_page_runs_as_it_is_printed(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_runs_as_printed(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _page(page, monkeypatch, slow=False)
 
 
 @pytest.mark.slow
 def test_the_first_lines_on_language_models_register_them() -> None:
-    """In a process of its own, where nothing else has imported `recollect.lm`."""
+    """In a separate process that has not imported `recollect.lm`."""
     page = "docs/language-models.md"
-    _given(page)
+    _prepare(page)
     first = next(block for kind, block, *_ in _blocks(page) if kind == "python")
     command = [sys.executable, "-c", first]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -312,7 +307,7 @@ def test_a_page_that_trains_runs(page: str, monkeypatch: pytest.MonkeyPatch) -> 
     _page(page, monkeypatch, slow=True)
 
 
-def test_what_pages_name_of_make_and_pip_is_there() -> None:
+def test_make_and_pip_targets_of_pages_exist() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for page in PAGES:
@@ -326,7 +321,7 @@ def test_what_pages_name_of_make_and_pip_is_there() -> None:
                     assert set(extras.split(",")) <= project["optional-dependencies"].keys()
 
 
-def test_every_smoke_size_stands_for_something_printed() -> None:
+def test_every_smoke_size_replaces_a_printed_value() -> None:
     printed = "\n".join(
         "\n".join(_commands(block)) if kind == "console" else block
         for page in PAGES

@@ -1,4 +1,4 @@
-"""The documentation names what there is: pages in its order, references, tables of defaults."""
+"""The documentation matches the package: order of pages, references, tables of defaults."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def page(name: str) -> str:
     return (DOCS / name).read_text(encoding="utf-8")
 
 
-def named(path: str) -> Any:
-    """What a reference directive names: a module, or something in one."""
+def resolve(path: str) -> Any:
+    """Return the object of a reference directive."""
     parts = path.split(".")
     for cut in range(len(parts), 0, -1):
         try:
@@ -49,9 +49,9 @@ def named(path: str) -> Any:
 
 
 def referenced(text: str) -> Iterator[Any]:
-    """Everything that the directives of a page show."""
+    """Yield every object that the directives of a page show."""
     for path, options in DIRECTIVE.findall(text):
-        result = named(path)
+        result = resolve(path)
         yield result
         members = re.search(r"members: \[(.*?)\]", options)
         for name in members[1].split(", ") if members else ():
@@ -59,7 +59,7 @@ def referenced(text: str) -> Iterator[Any]:
 
 
 def table(text: str, heading: str) -> dict[str, str]:
-    """Keys and defaults of the first table below a heading."""
+    """Return keys and defaults of the first table below a heading."""
     _, _, below = text.partition(f"\n{heading}\n")
     assert below, heading
     rows = re.search(r"(?:^\|.*\n)+", below, re.MULTILINE)
@@ -67,8 +67,8 @@ def table(text: str, heading: str) -> dict[str, str]:
     return dict(ROW.findall(rows[0]))
 
 
-def owed() -> Iterator[tuple[str, Any]]:
-    """Every public name, as it is reached: of `rc` and of each module that it names."""
+def public_names() -> Iterator[tuple[str, Any]]:
+    """Return every public name by its path: of `rc` and of each module that `rc` names."""
     for name in rc.__all__:
         value = getattr(rc, name)
         yield f"rc.{name}", value
@@ -90,7 +90,7 @@ TITANS = {
 }
 
 
-def test_tables_of_measurements_are_those_of_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_of_measurements_equal_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(DOCS / "hooks")
     measured = importlib.import_module("measured")
     tables = {
@@ -128,28 +128,28 @@ def test_relative_links_resolve_in_the_repository() -> None:
     assert missing == []
 
 
-def test_every_reference_names_something_and_everything_public_has_one() -> None:
+def test_references_exist_and_cover_every_public_name() -> None:
     pytest.importorskip("transformers")
     shown = [result for path in PAGES for result in referenced(path.read_text(encoding="utf-8"))]
-    here = {id(result) for result in shown}
-    assert [name for name, value in owed() if id(value) not in here] == []
-    # One home each: two would be found twice, and a reference would not know which is meant.
+    ids = {id(result) for result in shown}
+    assert [name for name, value in public_names() if id(value) not in ids] == []
+    # A name with two pages would be found twice, and a reference would be ambiguous.
     paths = [path for page in PAGES for path, _ in DIRECTIVE.findall(page.read_text("utf-8"))]
     assert sorted(paths) == sorted(set(paths))
 
 
-def test_a_reference_is_headed_by_the_name_that_one_types() -> None:
+def test_references_are_headed_by_public_names() -> None:
     pytest.importorskip("transformers")
-    names = dict(owed())
+    names = dict(public_names())
     for path in (DOCS / "reference").glob("*.md"):
-        for where, options in DIRECTIVE.findall(path.read_text(encoding="utf-8")):
+        for path_in_page, options in DIRECTIVE.findall(path.read_text(encoding="utf-8")):
             heading = re.search(r"heading: (.*)", options)
-            assert heading is not None, where
+            assert heading is not None, path_in_page
             if heading[1].startswith("rc."):
-                assert names[heading[1]] is named(where), heading[1]
+                assert names[heading[1]] is resolve(path_in_page), heading[1]
 
 
-def test_the_reference_begins_with_all_of_its_names() -> None:
+def test_reference_starts_with_all_names() -> None:
     for name in (DOCS / "reference").glob("*.md"):
         if name.stem != "index":
             (row,) = re.findall(
@@ -164,13 +164,13 @@ def test_the_reference_begins_with_all_of_its_names() -> None:
 
 
 def _layers() -> int:
-    """The number of layers with a language model."""
+    """Return the number of layers with a language model."""
     stems = [path.stem for path in (ROOT / "results/language_models").glob("*.json")]
     return sum(not stem.endswith("-same") for stem in stems)
 
 
 def _presets_on_gpu() -> int:
-    """The number of presets measured in float32, all of which are within the bounds."""
+    """Return the number of presets measured in float32, all of which are within the bounds."""
     tables = (ROOT / "results/gpu/README.md").read_text("utf-8")
     within, measured = re.findall(r"^\| `float32` \| (\d+) of (\d+) \|", tables, re.M)[0]
     assert within == measured
@@ -202,7 +202,7 @@ def _bits(preset: str) -> float:
         ("README.md", "{} presets were measured and equal the CPU", _presets_on_gpu),
     ],
 )
-def test_numbers_in_sentences_are_those_of_the_results(
+def test_numbers_in_sentences_equal_the_results(
     name: str, text: str, value: Callable[[], Any]
 ) -> None:
     page_text = " ".join((ROOT / name).read_text(encoding="utf-8").split())
@@ -217,7 +217,7 @@ def test_every_page_names_one_duration_of_the_demo() -> None:
         assert "about six minutes on two cores" in text.partition("make demo")[2], name
 
 
-def test_the_defaults_of_devices_are_those_of_the_commands() -> None:
+def test_defaults_of_devices_equal_those_of_the_commands() -> None:
     pytest.importorskip("typer")
     from command_line import render_commands
 
@@ -244,7 +244,7 @@ def test_every_package_is_in_the_tree(name: str) -> None:
     assert [one for one in packages if f"{one}/" not in text] == []
 
 
-def test_every_page_stands_in_the_order_that_a_reader_needs() -> None:
+def test_order_of_pages() -> None:
     nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
     order = re.findall(r"([\w/-]+\.md)$", nav.partition("\n\n")[0], re.MULTILINE)
     assert sorted(order) == sorted(str(path.relative_to(DOCS)) for path in PAGES)
@@ -255,8 +255,8 @@ def test_every_page_stands_in_the_order_that_a_reader_needs() -> None:
     assert all(name.startswith("design/") for name in order[order.index("design/README.md") :])
 
 
-def test_the_first_pages_lead_to_every_other() -> None:
-    """In two steps: the first page, and those of tutorials, guides and reference that it names."""
+def test_first_pages_link_every_page() -> None:
+    """In two steps: the first page, and the tutorials, guides and reference that it names."""
     links = {"index.md"}
     for name in ("index.md", "guides.md", "tutorials/index.md", "reference/index.md"):
         assert name in links
@@ -267,13 +267,13 @@ def test_the_first_pages_lead_to_every_other() -> None:
 
 
 def toml(value: Any) -> str:
-    """A default as a run's file would say it, in the table's type."""
+    """Return a default as in a run's file, in the table's type."""
     if value is None:
         return "–"
     return f"`{json.dumps(value)}`"
 
 
-def test_the_keys_of_a_run_stand_with_their_defaults() -> None:
+def test_page_lists_keys_of_a_run_with_defaults() -> None:
     pytest.importorskip("transformers")
     from recollect.lm.training.plan import _SECTIONS
 
@@ -298,14 +298,14 @@ def test_the_keys_of_a_run_stand_with_their_defaults() -> None:
         ("## GateOptions: gates and params", rc.GateOptions),
     ],
 )
-def test_options_of_layers_stand_with_their_defaults(heading: str, kind: type) -> None:
+def test_page_lists_layer_options_with_defaults(heading: str, kind: type) -> None:
     defaults = {
         field.name: f"`{field.default!r}`".replace("'", '"') for field in dataclasses.fields(kind)
     }
     assert table(page("layer.md"), heading) == defaults
 
 
-def test_the_fields_of_a_configuration_stand_with_their_defaults() -> None:
+def test_page_lists_config_fields_with_defaults() -> None:
     pytest.importorskip("transformers")
     from transformers import PretrainedConfig
 
@@ -318,7 +318,7 @@ def test_the_fields_of_a_configuration_stand_with_their_defaults() -> None:
     assert table(page("language-models.md"), "## Configuration") == defaults
 
 
-def test_the_rates_of_presets_are_on_the_design_page() -> None:
+def test_design_page_lists_the_rates_of_presets() -> None:
     row = re.compile(r"^\| (`.*`) \| ([\d.]+) \| ([\d.]+) to ([\d.]+) \|$", re.MULTILINE)
     result = {
         name: tuple(map(float, values))
@@ -335,7 +335,7 @@ def test_the_rates_of_presets_are_on_the_design_page() -> None:
     assert result == expected
 
 
-def test_the_zoo_stands_by_its_families() -> None:
+def test_page_lists_the_zoo_by_family() -> None:
     families: dict[str, list[str]] = {}
     for name in rc.zoo.names():
         families.setdefault(rc.zoo.get(name).family, []).append(name)
@@ -356,7 +356,7 @@ def test_layers_of_another_package_have_presets_that_exist() -> None:
             assert kind == "recipe" or (kind == "composition") == is_composition, layer
 
 
-def test_layers_of_another_package_are_all_its_layers() -> None:
+def test_page_lists_all_layers_of_another_package() -> None:
     spec = importlib.util.find_spec("fla")
     if spec is None or spec.origin is None:
         pytest.skip("needs flash-linear-attention")
@@ -368,7 +368,7 @@ def test_layers_of_another_package_are_all_its_layers() -> None:
     assert set(exported) <= set(rows)
 
 
-def test_every_command_stands_on_its_page() -> None:
+def test_page_lists_every_command() -> None:
     pytest.importorskip("typer")
     from recollect.cli.app import COMMANDS
 
@@ -376,7 +376,7 @@ def test_every_command_stands_on_its_page() -> None:
     assert result == {command.__name__ for command in COMMANDS}
 
 
-def test_the_reference_of_the_command_line_has_a_text_for_every_option() -> None:
+def test_command_line_reference_describes_every_option() -> None:
     typer = pytest.importorskip("typer")
     from command_line import render_commands
     from recollect.cli.app import build
@@ -399,7 +399,7 @@ def test_the_reference_of_the_command_line_has_a_text_for_every_option() -> None
         assert listed == options - {"--import", "--help"}, name
 
 
-def test_the_site_has_the_addresses_of_the_project_that_are_set(tmp_path: Path) -> None:
+def test_site_has_the_configured_addresses(tmp_path: Path) -> None:
     from addresses import project_urls
 
     (tmp_path / "pyproject.toml").write_text(
@@ -427,11 +427,11 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     assert 'href="six-knobs.html"' in (tmp_path / "page.html").read_text(encoding="utf-8")
     index = json.loads((tmp_path / "search" / "search_index.json").read_text(encoding="utf-8"))
     result = {entry["title"]: entry for entry in index["docs"]}
-    # Behind a name stands what it is, a dataclass or a property.
-    named = (re.sub(r"\s+<code>[\w-]+</code>", "", title) for title in result)
-    titles = {re.sub(r"<[^>]*>", "", title).split("¶")[0].strip() for title in named}
+    # A name is followed by its kind, such as a dataclass or a property.
+    resolve = (re.sub(r"\s+<code>[\w-]+</code>", "", title) for title in result)
+    titles = {re.sub(r"<[^>]*>", "", title).split("¶")[0].strip() for title in resolve}
     moved = {"rc.experiments.compare": "rc.compare", "rc.experiments.reproduce": "rc.reproduce"}
-    assert {moved.get(name, name) for name, _ in owed()} - titles == set()
+    assert {moved.get(name, name) for name, _ in public_names()} - titles == set()
     assert re.split(index["config"]["separator"], "rc.memory.Matrix") == ["rc", "memory", "Matrix"]
 
 
@@ -440,7 +440,7 @@ FIELD_VALUES = {"quantity": "2.0", "number": "2.0", "integer": "2", "flag": "Tru
 
 
 def _members_in_examples() -> Iterator[tuple[str, str]]:
-    """File and code of the examples in pages, scripts, notebooks and docstrings."""
+    """Yield file and code of the examples in pages, scripts, notebooks and docstrings."""
     for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES):
         yield str(path), "\n".join(b for b in PYTHON.findall(path.read_text()) if "@rc.member" in b)
     for path in (ROOT / "examples").glob("*.py"):
@@ -458,7 +458,7 @@ def _members_in_examples() -> Iterator[tuple[str, str]]:
 
 
 def _uses(code: str) -> Iterator[tuple[str, bool]]:
-    """Calls of the members that code defines, one for each field, and whether each is right."""
+    """Return calls of the members that code defines, one per field, and whether each is valid."""
     for node in ast.walk(ast.parse(code)):
         if not isinstance(node, ast.ClassDef) or not node.decorator_list:
             continue
@@ -472,7 +472,7 @@ def _uses(code: str) -> Iterator[tuple[str, bool]]:
 
 
 @pytest.mark.slow
-def test_members_in_examples_pass_pyright_where_they_are_used(tmp_path: Path) -> None:
+def test_members_in_examples_pass_pyright(tmp_path: Path) -> None:
     """``LogCosh(scale=2.0)`` passes only if the field has an annotation."""
     pyright = [sys.executable, "-m", "pyright"]
     if subprocess.run([*pyright, "--version"], capture_output=True).returncode:

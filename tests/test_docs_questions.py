@@ -44,7 +44,7 @@ ANSWERS = {
 
 
 def _links(name: str) -> set[str]:
-    """The pages that a page links, by their path in the folder of pages."""
+    """Return the pages that a page links, by their path in the folder of pages."""
     links = re.findall(r"\]\(([\w/.-]+\.md)(?:#[\w-]+)?\)", (DOCS / name).read_text("utf-8"))
     return {posixpath.normpath(posixpath.join(posixpath.dirname(name), link)) for link in links}
 

@@ -1,4 +1,4 @@
-"""Signals, closed pipes, full disks and folders that vanish: what is finished is kept."""
+"""Finished work survives signals, closed pipes, full disks and deleted folders."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 
 from safetensors.torch import load_file
-from tests.processes import begun, heard, paragraphs
+from tests.processes import paragraphs, run_command, wait_for_output
 from tests.test_run_train import PLAN
 from typer.testing import CliRunner
 
@@ -56,8 +56,8 @@ def run_file(folder: Path, text: Path, out: Path, steps: int = STEPS) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
-    """The weights of a run that nothing stopped."""
+def uninterrupted(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """Return the weights of an uninterrupted run."""
     folder = tmp_path_factory.mktemp("whole")
     config = run_file(folder, text, folder / "out")
     assert CliRunner().invoke(build(), ["train", str(config)]).exit_code == 0
@@ -71,41 +71,39 @@ SLOW = pytest.mark.slow
 # a command that imports (`tests/misuse/test_processes.py`).
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_run_that_is_told_to_end_saves_a_checkpoint(
-    number: signal.Signals, text: Path, tmp_path: Path, whole: dict[str, torch.Tensor]
+def test_signalled_run_saves_a_checkpoint(
+    number: signal.Signals, text: Path, tmp_path: Path, uninterrupted: dict[str, torch.Tensor]
 ) -> None:
     out = tmp_path / "out"
     config = run_file(tmp_path, text, out)
-    with begun("train", str(config)) as run:
-        heard(run.stderr, r"^step \d")
+    with run_command("train", str(config)) as run:
+        wait_for_output(run.stderr, r"^step \d")
         os.killpg(run.pid, number)
-        said = run.communicate()[1]
+        stderr = run.communicate()[1]
     assert run.returncode == 128 + number
-    assert "Traceback" not in said
+    assert "Traceback" not in stderr
     (checkpoint,) = out.glob("checkpoint-*")
-    assert f"interrupted: {checkpoint} is complete, and --resume" in said
+    assert f"interrupted: {checkpoint} is complete, and --resume" in stderr
     assert 0 < int(checkpoint.name.removeprefix("checkpoint-")) < STEPS
     on = CliRunner().invoke(build(), ["train", str(config), "--resume"])
     assert on.exit_code == 0, on.output
     weights = load_file(out / "model" / "model.safetensors")
-    for name, weight in whole.items():
+    for name, weight in uninterrupted.items():
         torch.testing.assert_close(weights[name], weight, atol=1e-6, rtol=0)
 
 
 @SLOW
 @pytest.mark.parametrize("jobs", ["1", "2"])
-def test_a_comparison_that_is_told_to_end_keeps_what_it_has(
-    jobs: str, text: Path, tmp_path: Path
-) -> None:
+def test_signalled_comparison_saves_finished_runs(jobs: str, text: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     models = ("--models", "linear_attention,delta_net,gla")
     many = ("--steps", "60", "--jobs", jobs, "--text", str(text), "--out", str(out))
-    with begun("compare", *models, *SIZES, *many) as run:
-        heard(run.stdout, r"text: \w+ [\d.]+ after")
-        os.killpg(run.pid, signal.SIGTERM)  # a scheduler tells every process
-        said = run.communicate()[1]
-    assert run.returncode == 128 + signal.SIGTERM, said
-    assert "Traceback" not in said
+    with run_command("compare", *models, *SIZES, *many) as run:
+        wait_for_output(run.stdout, r"text: \w+ [\d.]+ after")
+        os.killpg(run.pid, signal.SIGTERM)  # as a scheduler does, for every process
+        stderr = run.communicate()[1]
+    assert run.returncode == 128 + signal.SIGTERM, stderr
+    assert "Traceback" not in stderr
     result = json.loads((out / "results.json").read_text())
     assert result["interrupted"] and not result["failures"]
     done = [row for row in result["runs"] if row["finished"]]
@@ -114,27 +112,27 @@ def test_a_comparison_that_is_told_to_end_keeps_what_it_has(
 
 
 @pytest.mark.slow
-def test_an_experiment_that_is_told_to_end_keeps_what_it_has(tmp_path: Path) -> None:
+def test_signalled_experiment_saves_finished_cells(tmp_path: Path) -> None:
     requested = ("reproduce", "ttr-fig2", "--scale", "small", "--out", str(tmp_path))
-    with begun(*requested) as run:
-        heard(run.stdout, r"\[1/\d+\]")
+    with run_command(*requested) as run:
+        wait_for_output(run.stdout, r"\[1/\d+\]")
         os.killpg(run.pid, signal.SIGTERM)
-        said = run.communicate()[1]
-    assert run.returncode == 128 + signal.SIGTERM, said
-    assert "Traceback" not in said
-    kept = list((tmp_path / "ttr-fig2" / "cells" / "small").glob("*.json"))
-    assert kept and all(json.loads(path.read_text())["values"] for path in kept)
+        stderr = run.communicate()[1]
+    assert run.returncode == 128 + signal.SIGTERM, stderr
+    assert "Traceback" not in stderr
+    cells = list((tmp_path / "ttr-fig2" / "cells" / "small").glob("*.json"))
+    assert cells and all(json.loads(path.read_text())["values"] for path in cells)
     result = json.loads((tmp_path / "ttr-fig2" / "results.json").read_text())
-    assert not result["complete"] and len(result["records"]) == len(kept)
+    assert not result["complete"] and len(result["records"]) == len(cells)
 
 
 # -- pipes ----------------------------------------------------------------------------------------
 
 
 @SLOW
-def test_a_reader_that_leaves_ends_no_work(text: Path, tmp_path: Path) -> None:
+def test_closed_pipe_does_not_stop_a_comparison(text: Path, tmp_path: Path) -> None:
     out = ("--out", str(tmp_path / "compare"), "--steps", "3", "--text", str(text))
-    with begun(*COMPARE, *SIZES, *out) as run:
+    with run_command(*COMPARE, *SIZES, *out) as run:
         assert run.stdout is not None and run.stdout.readline()
         run.stdout.close()
         assert run.stderr is not None and run.stderr.read() == ""
@@ -143,8 +141,8 @@ def test_a_reader_that_leaves_ends_no_work(text: Path, tmp_path: Path) -> None:
 
 
 @SLOW
-def test_a_run_whose_reader_leaves_is_trained_to_its_end(text: Path, tmp_path: Path) -> None:
-    with begun("train", str(run_file(tmp_path, text, tmp_path / "out", steps=20))) as run:
+def test_closed_pipe_does_not_stop_a_run(text: Path, tmp_path: Path) -> None:
+    with run_command("train", str(run_file(tmp_path, text, tmp_path / "out", steps=20))) as run:
         assert run.stderr is not None and run.stderr.readline()
         run.stderr.close()
         assert run.stdout is not None and "20 steps" in run.stdout.read()
@@ -170,7 +168,7 @@ PRINTING: dict[str, int] = {
     "zoo --nope": 2,
     "nope": 2,
 }
-"""Commands that print, and the status with which they leave; the first three are fast."""
+"""Commands that print, and their exit codes; the first three are fast."""
 
 
 @pytest.fixture(scope="module")
@@ -183,25 +181,22 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [pytest.param(asked, marks=SLOW) for asked in PRINTING],
-)
-def test_head_of_a_list_is_no_error(asked: str, saved: Path) -> None:
-    """Who reads nothing more, of one output or of both, is told nothing and changes nothing."""
-    words = asked.replace("MODEL", str(saved)).split()
+@pytest.mark.parametrize("command", [pytest.param(command, marks=SLOW) for command in PRINTING])
+def test_closed_pipe_of_a_listing(command: str, saved: Path) -> None:
+    """A closed reader of one output, or of both, causes no message and no other exit code."""
+    words = command.replace("MODEL", str(saved)).split()
     for closed in (("stdout",), ("stdout", "stderr")):
-        with begun(*words) as run:
+        with run_command(*words) as run:
             for name in closed:
                 getattr(run, name).close()
             if closed == ("stdout",):
                 assert run.stderr is not None
-                said = run.stderr.read()
+                stderr = run.stderr.read()
                 for word in ("Errno", "Traceback", "Broken pipe", "Exception ignored"):
-                    assert word not in said
-                if words[0] not in ("generate", "nope") and not PRINTING[asked]:
-                    assert said == "" or words[0] == "bench"
-            assert run.wait() == PRINTING[asked], closed
+                    assert word not in stderr
+                if words[0] not in ("generate", "nope") and not PRINTING[command]:
+                    assert stderr == "" or words[0] == "bench"
+            assert run.wait() == PRINTING[command], closed
 
 
 # -- disks and folders ----------------------------------------------------------------------------
@@ -209,7 +204,7 @@ def test_head_of_a_list_is_no_error(asked: str, saved: Path) -> None:
 
 @pytest.fixture
 def full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder in which no file can be written, and a temporary one in which they can."""
+    """Return a folder in which no file can be written, with a writable temporary folder."""
     place, other = tmp_path / "full", tmp_path / "tmp"
     other.mkdir()
     usual = files.tempfile.mkstemp
@@ -224,35 +219,36 @@ def full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return place
 
 
-def rescued(said: str, folder: Path) -> Path:
-    assert "Traceback" not in said
-    assert f"{folder} cannot be written to (No space left on device)" in said
-    result = re.search(r"what was measured is in (\S+), to be", said)
+def rescued(stderr: str, folder: Path) -> Path:
+    assert "Traceback" not in stderr
+    assert f"{folder} cannot be written to (No space left on device)" in stderr
+    result = re.search(r"what was measured is in (\S+), to be", stderr)
     assert result is not None
     return Path(result[1])
 
 
 @pytest.fixture
-def roomy_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The look before the work finds room."""
+def passes_first_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check before the work succeeds."""
     for command in ("compare", "reproduce"):
         module = sys.modules[f"recollect.cli.{command}"]
         monkeypatch.setattr(module, "check_writable", lambda out: out.mkdir(parents=True))
 
 
-@pytest.mark.usefixtures("roomy_at_first")
-def test_a_comparison_on_a_full_disk_is_kept_elsewhere(full: Path, text: Path) -> None:
+@pytest.mark.usefixtures("passes_first_check")
+def test_comparison_on_a_full_disk_is_saved_elsewhere(full: Path, text: Path) -> None:
     requested = [*COMPARE, *SIZES, "--steps", "2", "--text", str(text), "--out", str(full)]
     result = CliRunner().invoke(build(), requested)
     assert result.exit_code == 2
     place = rescued(result.stderr, full)
-    kept = json.loads((place / "results.json").read_text())
-    assert [run["model"] for run in kept["runs"]] == ["linear_attention", "delta_net"]
-    assert "linear_attention" in result.stdout and "bits per byte" in result.stdout  # shown anyway
+    results = json.loads((place / "results.json").read_text())
+    assert [run["model"] for run in results["runs"]] == ["linear_attention", "delta_net"]
+    # also with a full disk
+    assert "linear_attention" in result.stdout and "bits per byte" in result.stdout
 
 
-@pytest.mark.usefixtures("roomy_at_first")
-def test_rows_on_a_full_disk_are_kept_elsewhere(full: Path, text: Path) -> None:
+@pytest.mark.usefixtures("passes_first_check")
+def test_rows_on_a_full_disk_are_saved_elsewhere(full: Path, text: Path) -> None:
     requested = [*COMPARE, *SIZES, "--steps", "2", "--text", str(text), "--rows", str(full)]
     result = CliRunner().invoke(build(), [*requested, "--parameters", "20000"])
     assert result.exit_code == 2
@@ -265,8 +261,8 @@ def test_rows_on_a_full_disk_are_kept_elsewhere(full: Path, text: Path) -> None:
         assert json.loads(path.read_text())["run"]["finished"]
 
 
-@pytest.mark.usefixtures("roomy_at_first")
-def test_an_experiment_on_a_full_disk_is_kept_elsewhere(full: Path, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("passes_first_check")
+def test_experiment_on_a_full_disk_is_saved_elsewhere(full: Path, tmp_path: Path) -> None:
     requested = ["reproduce", "ttr-fig2", "--scale", "smoke", "--out"]
     result = CliRunner().invoke(build(), [*requested, str(full)])
     assert result.exit_code == 2
@@ -276,9 +272,7 @@ def test_an_experiment_on_a_full_disk_is_kept_elsewhere(full: Path, tmp_path: Pa
     assert {path.name for path in place.rglob("cells/smoke/*.json")} == expected
 
 
-def test_a_disk_that_has_room_again_loses_nothing(
-    full: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_disk_that_is_full_for_a_while(full: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first: list[str] = []
 
     class Reporter(ReproduceDisplay):
@@ -298,7 +292,7 @@ def test_a_disk_that_has_room_again_loses_nothing(
 
 
 def vanishing(folder: Path, method: Callable[..., None]) -> Callable[..., None]:
-    """As the method, but the folder is deleted the first time."""
+    """Return the method, but delete the folder at the first call."""
     times: list[int] = []
 
     def changed(*args: Any, **kwargs: Any) -> None:
@@ -310,7 +304,7 @@ def vanishing(folder: Path, method: Callable[..., None]) -> Callable[..., None]:
     return changed
 
 
-def test_a_comparison_whose_folder_vanishes_is_written_anew(
+def test_comparison_whose_folder_is_deleted(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
@@ -321,7 +315,7 @@ def test_a_comparison_whose_folder_vanishes_is_written_anew(
     assert len(json.loads((out / "results.json").read_text())["runs"]) == 2
 
 
-def test_an_experiment_whose_folder_vanishes_is_written_anew(
+def test_experiment_whose_folder_is_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
@@ -332,7 +326,7 @@ def test_an_experiment_whose_folder_vanishes_is_written_anew(
     assert json.loads((out / "ttr-fig2" / "results.json").read_text())["complete"]
 
 
-def test_a_run_whose_folder_vanishes_goes_on(text: Path, tmp_path: Path) -> None:
+def test_run_whose_folder_is_deleted(text: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
 
     class Vanishing(TrainObserver):

@@ -1,4 +1,4 @@
-"""Every example runs, at smoke size, as a person would run it."""
+"""Every example runs at smoke size in a separate process."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ pytest.importorskip("transformers")
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 SLOW = ("continue_training", "pipeline", "swap_attention", "train_on_your_text")
-"""Examples that take longest."""
+"""The slowest examples."""
 
-# Importing torch and transformers takes longer than most examples, so it is done once, and every
-# example runs in a copy of that process: nothing that one registers or changes reaches another.
+# The import of torch and transformers takes longer than most examples, so it runs once. Every
+# example runs in a copy of that process, so registrations of one do not affect another.
 RUN_EACH = """
 import os, runpy, sys, transformers, recollect.lm
 from pathlib import Path

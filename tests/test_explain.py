@@ -1,4 +1,4 @@
-"""Explanations: golden texts, every preset and every valid recipe, members of a user's own."""
+"""Explanations: golden texts, every preset and every valid recipe, members of a user."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ROBUST = R(bias=bias.Huber(), retention=retention.Lq(q=4), algorithm=algorithm.M
 
 @rc.member
 class LogCosine(bias.Bias):
-    """A loss alone: nothing is said about how it is written."""
+    """A bias with a loss and no description of its equation."""
 
     scale: float | str = rc.quantity("input", above=0, init=1.0)
 
@@ -59,7 +59,7 @@ class Overreach(bias.Bias):
 
 @rc.member
 class Squash(retention.Retention):
-    """A link of one's own."""
+    """A user's link."""
 
     def link(self, A: Tensor, gates: Mapping[str, Tensor]) -> Tensor:
         return torch.tanh(A)
@@ -77,7 +77,7 @@ class Shrink(retention.Retention):
 
 @rc.member
 class Doubled(algorithm.Algorithm):
-    """An update of one's own."""
+    """A user's update."""
 
     def update(
         self, slots: Mapping[str, Tensor], step: algorithm.Step
@@ -85,24 +85,24 @@ class Doubled(algorithm.Algorithm):
         return {}, -2 * step.gradient
 
 
-def lines(found: rc.Explanation, *labels: str) -> list[str]:
-    """The lines of some blocks, laid out."""
-    chosen, here = [], ""
-    for line in str(found).split("\n")[1:]:
-        here = line[:9].strip() or here
-        if here in labels:
+def lines(explanation: rc.Explanation, *labels: str) -> list[str]:
+    """Return the lines of some blocks."""
+    chosen, block = [], ""
+    for line in str(explanation).split("\n")[1:]:
+        block = line[:9].strip() or block
+        if block in labels:
             chosen.append(line)
     return chosen
 
 
 def without_numbers(text: str) -> list[str]:
-    """Lines, without the count of architectures (it grows) and the FLOPs (chunks are tuned)."""
+    """Return lines without the number of architectures, which grows, and FLOPs, which are tuned."""
     tuned = re.compile(r"cost |\s+(\d+ sequential step|about \S+ × the time|\d+ steps and about)")
     lines = (line for line in text.split("\n") if not tuned.match(line))
     return [re.sub(r"none of the \d+", "none", line) for line in lines]
 
 
-# -- what an explanation looks like --------------------------------------------------------------
+# -- golden texts --------------------------------------------------------------------------------
 
 
 def test_gated_delta_net() -> None:
@@ -419,7 +419,7 @@ def test_valid_recipes_explain() -> None:
     for _, recipe in generate.valid(150):
         result = explain(recipe)
         equations = "\n".join((result.problem, *result.write_equations, *result.read_equations))
-        # No sign meets another, no factor of 1, no empty factor, no Python in an equation.
+        # Signs do not repeat, and equations have no factor of 1, no empty factor and no Python.
         assert not re.search(r"[−+] [−+]|\(\)|None|nan|inf\b|  [−+]|(?<![\w.])1 \w", equations), (
             result
         )
@@ -457,7 +457,7 @@ def names(recipe: rc.Recipe | str) -> set[str]:
     return {match.name for match in explain(recipe).same_recipe_systems}
 
 
-def test_a_bare_recipe_says_that_its_system_has_options_beside_it() -> None:
+def test_recipe_names_the_options_of_its_system() -> None:
     bare = str(explain(rc.zoo.get("titans").recipe))
     assert "the layer of titans has options beside the recipe: rc.zoo.get('titans').options" in bare
     assert "options beside the recipe" not in str(explain("titans"))
@@ -466,35 +466,40 @@ def test_a_bare_recipe_says_that_its_system_has_options_beside_it() -> None:
 
 def test_systems_with_one_recipe_are_named_together() -> None:
     assert names("retnet") == {"retnet", "lightning_attention"}
-    apart = {
+    options_by_name = {
         match.name: dict(match.differing_options) for match in explain("retnet").same_recipe_systems
     }
     schedules = {
-        name: options["gate_options.decay.init_schedule"] for name, options in apart.items()
+        name: options["gate_options.decay.init_schedule"]
+        for name, options in options_by_name.items()
     }
     assert schedules == {"retnet": "dyadic", "lightning_attention": "alibi"}
-    assert apart["retnet"]["rope_theta"] == 10000.0
-    assert "rope_theta" not in apart["lightning_attention"]
+    assert options_by_name["retnet"]["rope_theta"] == 10000.0
+    assert "rope_theta" not in options_by_name["lightning_attention"]
     assert explain("lightning_attention").same_recipe_systems[0].name == "lightning_attention"
     # A normalised feed-forward network is attention over learned pairs.
     same = {"softmax_attention", "qk_norm_attention", "ffn_normalized"}
     assert names("softmax_attention") == same
-    apart = {
+    options_by_name = {
         match.name: dict(match.differing_options)
         for match in explain("ffn_normalized").same_recipe_systems
     }
-    assert apart["ffn_normalized"] == {"qk_norm": "none", "persistent": 4.0, "joined": True}
+    assert options_by_name["ffn_normalized"] == {
+        "qk_norm": "none",
+        "persistent": 4.0,
+        "joined": True,
+    }
     gla = R(bias=bias.DotProduct(), retention=retention.Decay(per="key"),
             algorithm=algorithm.GradientDescent(lr=1.0))  # fmt: skip
     assert "gla" in names(gla)
 
 
-def test_systems_that_differ_in_one_choice_are_told_apart() -> None:
+def test_systems_that_differ_in_one_choice() -> None:
     assert names("kimi_delta_attention") == {"kimi_delta_attention"}
     assert "kimi_delta_attention" not in names("gla")
     assert names("gated_delta_net") == {"gated_delta_net"}
     assert names("comba") == {"comba"}
-    # The predictions of preconditioned_gated_delta_net are at a key of its own, too; ties differ.
+    # The predictions of preconditioned_gated_delta_net are at a separate key, too; ties differ.
     assert names("q_delta") == {"q_delta", "preconditioned_gated_delta_net"}
     first = explain("q_delta").same_recipe_systems[0]
     assert first.name == "q_delta" and first.differing_options["ties"][0]["rule"] == "sum"
@@ -519,12 +524,12 @@ def test_names_ignore_sizes() -> None:
     assert structure_key(MONETA) == structure_key(
         MONETA.replace(algorithm=algorithm.GradientDescent(batch_size=64))
     )
-    # Several sub-steps or maps are another system than one; how many does not matter.
+    # Several sub-steps or maps make another system; their number does not matter.
     one, two, four = (
         R(algorithm=algorithm.GradientDescent(updates_per_token=n)) for n in (1, 2, 4)
     )
     assert structure_key(one) != structure_key(two) == structure_key(four)
-    # Numbers that are no sizes count.
+    # Numbers other than sizes count.
     assert structure_key(R(bias=bias.Lp(p=3))) != structure_key(R(bias=bias.Lp(p=4)))
 
 
@@ -533,10 +538,10 @@ def test_names_ignore_sizes() -> None:
 
 def test_properties() -> None:
     def having(recipe: rc.Recipe) -> set[str]:
-        return {name for name, holds in properties(recipe).items() if holds}
+        return {name for name, value in properties(recipe).items() if value}
 
     assert having(R()) == set()
-    assert having(R(retention=retention.Decay(alpha=0.9))) == set()  # decays, whatever the token
+    assert having(R(retention=retention.Decay(alpha=0.9))) == set()  # decays, for any token
     assert having(R(retention=retention.Decay())) == {"dynamic decay"}
     assert having(MONETA) == {"dynamic decay", "deep memory"}
     assert having(R(features=features.Relu())) == set()
@@ -551,7 +556,7 @@ def test_properties() -> None:
 # -- the rest ------------------------------------------------------------------------------------
 
 
-def test_what_a_recipe_needs() -> None:
+def test_requirements_of_a_recipe() -> None:
     result = explain(MONETA)
     assert "gate log_decay [B, T, H, V] ≤ 0" in str(result)
     assert "param norm_weight [H, V]" in str(result)
@@ -559,10 +564,10 @@ def test_what_a_recipe_needs() -> None:
     assert explain(R()).init == ()
 
 
-def test_units_of_a_layers_numbers_are_told() -> None:
-    """A share, 1/place and √V, where the layer's options state a number in them."""
+def test_units_of_layer_options() -> None:
+    """A multiple of the limit, 1/place and √V, if the layer's options state a number in them."""
     rate = "in a layer η_t = s_t · {}, s_t times the stability limit"
-    said = {
+    units = {
         "titans": {"lr": rate.format("2 (1 − θ_t) / 8")},
         "ttt_linear": {
             "lr": rate.format("2"),
@@ -574,7 +579,7 @@ def test_units_of_a_layers_numbers_are_told() -> None:
         },
         "gla": {},
     }
-    for name, expected in said.items():
+    for name, expected in units.items():
         result = rc.explain(name)
         assert result.units == expected
         assert all(f"; {unit}" in str(result) for unit in expected.values())
@@ -587,7 +592,7 @@ NORMALISED = [
 
 @pytest.mark.parametrize("name", [*NORMALISED, "atlas", "titans_mac"])
 def test_normalised_steps_are_described_and_unfolded(name: str) -> None:
-    """The scales of a step are words with a link by default, and equations in full."""
+    """With a link, the scales of a step are words by default, and equations in full."""
     short, full = (
         explain(name, full=full)
         if name in rc.zoo.names()
@@ -616,7 +621,7 @@ def test_normalised_steps_are_described_and_unfolded(name: str) -> None:
     )
 
 
-def test_method_is_explained_as_asked() -> None:
+def test_requested_engine_is_explained() -> None:
     explanation = explain(R(), engine="reference")
     assert (explanation.engine, explanation.cost.engine) == ("reference", "reference")
     with pytest.raises(rc.RecipeError, match="cannot run"):
@@ -624,7 +629,7 @@ def test_method_is_explained_as_asked() -> None:
 
 
 def one_graph(name: str, *, grad: bool = False, state: bool = False) -> bool:
-    """Whether the compiler holds a call of a preset in one graph, with what it is without."""
+    """Whether the compiler runs a call of a preset as one graph, and equal to the eager call."""
     recipe = rc.zoo.get(name).recipe
     K, V = generate.sizes(recipe, random.Random(0))
     x = generate.inputs(recipe, T=5, K=K, V=V, dtype=torch.float32)
@@ -647,7 +652,7 @@ def one_graph(name: str, *, grad: bool = False, state: bool = False) -> bool:
 
 
 def on_page() -> list[set[str]]:
-    """Presets that the page names, by the rows of its table."""
+    """Return presets that the page names, by the rows of its table."""
     page = (Path(__file__).parents[1] / "docs" / "explain.md").read_text(encoding="utf-8")
     table = page.split("### One graph")[1].split("## Two more")[0]
     cells = [line.split("|")[2] for line in table.splitlines() if line.startswith("| a forward")]
@@ -662,19 +667,19 @@ def on_page() -> list[set[str]]:
         for name in rc.zoo.names()
     ],
 )
-def test_the_page_says_of_which_presets_one_graph_holds_a_call(name: str) -> None:
-    every, forward = on_page()
-    assert one_graph(name) == (name in every | forward)
+def test_page_lists_presets_that_are_one_graph(name: str) -> None:
+    both_modes, forward = on_page()
+    assert one_graph(name) == (name in both_modes | forward)
     both = one_graph(name, grad=True) and one_graph(name, state=True)
-    assert both == (name in every)
+    assert both == (name in both_modes)
 
 
 @pytest.mark.parametrize("engine", ENGINES, ids=lambda engine: engine.name)
 @pytest.mark.filterwarnings("ignore")  # of the compiler
 def test_no_engine_excludes_graph_breaks(engine: Engine) -> None:
     """Each engine has a recipe that breaks the graph of rc.recall."""
-    looks = {"linear": "based", "kernel": "deep_transformer", "reference": "titans"}
-    names = [looks[engine.name]] if engine.name in looks else rc.zoo.names()
+    breaking = {"linear": "based", "kernel": "deep_transformer", "reference": "titans"}
+    names = [breaking[engine.name]] if engine.name in breaking else rc.zoo.names()
     able = (rc.zoo.get(name).recipe for name in names)
     recipe = next(recipe for recipe in able if not engine.unsupported_reasons(recipe))
     explanation = explain(recipe, engine=engine.name)
@@ -692,7 +697,7 @@ def test_no_engine_excludes_graph_breaks(engine: Engine) -> None:
         compiled(x.q, x.k, x.v)
 
 
-def test_what_is_no_recipe_is_refused() -> None:
+def test_invalid_recipes_are_refused() -> None:
     with pytest.raises(rc.RecipeError, match="no architecture named"):
         explain("gated_delta_nt")
     with pytest.raises(rc.RecipeError, match="not int"):
@@ -712,7 +717,7 @@ def test_terms() -> None:
     assert (format_number(-0.25), format_number("η")) == ("−0.25", "η")
 
 
-def test_members_as_one_would_type_them() -> None:
+def test_members_are_printed_as_code() -> None:
     recipe = R(
         memory=memory.LocalConstant(),
         context=context.KernelWeighted(restrictions=(context.Window(size=4, gated=False),)),
@@ -735,13 +740,13 @@ def test_every_member_is_documented() -> None:
     for choice in (*CHOICES, "read", "probe"):
         for member in generate.members(choice):
             if not member.__module__.startswith("recollect."):
-                continue  # a user's own
+                continue  # a user's member
             assert f"`{member.__name__}" in text, (
                 f"docs/members.md does not mention {member.__name__}"
             )
 
 
-def test_documented_explanations_are_what_is_printed() -> None:
+def test_documented_explanations_are_printed() -> None:
     text = (DOCS / "explain.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```text\n(.*?)\n```", text, re.DOTALL)
     recipes = {str(explain(recipe)) for recipe in ("gated_delta_net", MONETA, ROBUST)}
@@ -750,11 +755,11 @@ def test_documented_explanations_are_what_is_printed() -> None:
     assert result == {tuple(without_numbers(text)[1:]) for text in recipes}
 
 
-def test_the_pages_count_the_presets_that_there_are() -> None:
+def test_pages_count_the_presets() -> None:
     root, count = Path(__file__).parents[1], len(rc.zoo.names())
     page = (root / "docs" / "explain.md").read_text(encoding="utf-8")
-    said = re.findall(r"named +none of the (\d+)", page)
-    assert said and set(said) == {str(count)}
+    counts = re.findall(r"named +none of the (\d+)", page)
+    assert counts and set(counts) == {str(count)}
     readme = (root / "README.md").read_text(encoding="utf-8")
     assert re.findall(r"in (\d+) presets", readme) == [str(count)]
 
@@ -783,8 +788,8 @@ def test_the_tutorial_names_the_layers_of_its_table() -> None:
     assert len(rows) == len(table.splitlines()) >= 6
     recipe, named = base, []
     for name, same, changes in rows:
-        given = eval(f"dict({changes})", {"rc": rc})
-        recipe = (recipe if same else base).replace(**given)
+        choices = eval(f"dict({changes})", {"rc": rc})
+        recipe = (recipe if same else base).replace(**choices)
         named.append(
             [x.name for x in explain(recipe).same_recipe_systems if not x.differing_options]
             == [name] * bool(name)

@@ -1,7 +1,7 @@
-"""What each feature map is, and how near random ones come to their kernel.
+"""Exact feature maps against formulas, and the error of random maps against their kernel.
 
-Exact maps are compared with the paper's formula written out here. Random ones estimate a kernel:
-their error is measured over seeds and must fall as one over the square root of their number.
+Exact maps are compared with the paper's formula, written out here. Random maps estimate a kernel:
+their error over seeds must fall as one over the square root of their number.
 """
 
 from __future__ import annotations
@@ -35,46 +35,46 @@ def unit(*shape: int, seed: int) -> Tensor:
 
 
 def params_of(
-    made: rc.features.Features, H: int = 1, K: int = K, seed: int = 0
+    features: rc.features.Features, H: int = 1, K: int = K, seed: int = 0
 ) -> dict[str, Tensor]:
     g = torch.Generator().manual_seed(seed)
-    recipe = rc.Recipe(features=made)
+    recipe = rc.Recipe(features=features)
     return rc.initial_params(recipe, H=H, K=K, V=K, generator=g, dtype=torch.float64)
 
 
 def lift(
-    made: rc.features.Features,
+    features: rc.features.Features,
     x: Tensor,
     params: dict[str, Tensor],
     side: str = "key",
     position: Tensor | None = None,
 ) -> Tensor:
-    """Features ``[T, F]`` of tokens ``[T, K]``, of the only head."""
+    """Return features ``[T, F]`` of tokens ``[T, K]`` of the single head."""
     steps = torch.arange(x.shape[0]) if position is None else position
-    return made.phi(x[None, :, None, None], params, side, steps[None])[0, :, 0, 0]
+    return features.phi(x[None, :, None, None], params, side, steps[None])[0, :, 0, 0]
 
 
 def kernel(
-    made: rc.features.Features, q: Tensor, k: Tensor, params: dict[str, Tensor] | None = None
+    features: rc.features.Features, q: Tensor, k: Tensor, params: dict[str, Tensor] | None = None
 ) -> Tensor:
-    params = params_of(made, K=q.shape[-1]) if params is None else params
-    return lift(made, q, params, "query") @ lift(made, k, params, "key").T
+    params = params_of(features, K=q.shape[-1]) if params is None else params
+    return lift(features, q, params, "query") @ lift(features, k, params, "key").T
 
 
 # -- estimates of a kernel ---------------------------------------------------------------------
 
 
-def error(made: rc.features.Features, q: Tensor, k: Tensor, target: Tensor) -> float:
-    """Root mean square over pairs and seeds, relative to the target's."""
+def error(features: rc.features.Features, q: Tensor, k: Tensor, target: Tensor) -> float:
+    """Return the root mean square over pairs and seeds, relative to the target."""
     total = 0.0
     for seed in range(SEEDS):
-        result = kernel(made, q, k, params_of(made, K=q.shape[-1], seed=seed))
+        result = kernel(features, q, k, params_of(features, K=q.shape[-1], seed=seed))
         total += float((result - target).square().mean() / target.square().mean())
     return math.sqrt(total / SEEDS)
 
 
 def slope(sizes: list[int], errors: list[float]) -> float:
-    """Least squares slope of log error on log size."""
+    """Return the least squares slope of log error on log size."""
     x, y = (torch.tensor(z, dtype=torch.float64).log() for z in (sizes, errors))
     x, y = x - x.mean(), y - y.mean()
     return float((x @ y) / (x @ x))
@@ -98,7 +98,7 @@ SOFTMAX = (Q @ KEYS.T / math.sqrt(K)).exp()
     ],
 )
 def test_error_to_softmax_falls_as_one_over_the_root(name: str, make) -> None:
-    """Slope −1/2 ± 0.04: 64 seeds know each error to about 10%, over log 1024/16 = 4.2.
+    """Slope −1/2 ± 0.04: 64 seeds determine each error to about 10%, over log 1024/16 = 4.2.
 
     Measured: −0.503 (orthogonal), −0.516 (independent), −0.500 (Fourier).
     """
@@ -108,7 +108,7 @@ def test_error_to_softmax_falls_as_one_over_the_root(name: str, make) -> None:
 
 
 def test_orthogonal_directions_spread_less() -> None:
-    """Performer, theorem 2: the same mean, a smaller mean squared error at m ≤ K."""
+    """Performer, theorem 2: an equal mean and a smaller mean squared error at m ≤ K."""
     one, other = (
         error(features.PositiveRandom(features=K, orthogonal=flag), Q, KEYS, SOFTMAX)
         for flag in (True, False)
@@ -117,7 +117,7 @@ def test_orthogonal_directions_spread_less() -> None:
 
 
 def test_gaussian_features_estimate_the_gaussian() -> None:
-    """At σ ≠ 1, and in the limit exactly softmax's kernel up to the lengths' factors."""
+    """At σ ≠ 1, and in the limit softmax's kernel up to factors of the norms."""
     result = features.RandomFourier(frequencies=20_000, kernel="gaussian", temperature=2.0)
     params = params_of(result)
     sigma = 0.5 + torch.rand(1, K, generator=torch.Generator().manual_seed(3)).double()
@@ -135,7 +135,7 @@ def test_gaussian_features_estimate_the_gaussian() -> None:
 def test_frequency_domain_error_falls_to_its_kernel() -> None:
     """mean_i exp((c_i·(q + k))²/2) over the rows c_i of the DCT, written out here.
 
-    Short keys, because the estimate has a variance only where |c·(q + k)| is moderate.
+    Short keys, because the estimate has a variance only if |c·(q + k)| is moderate.
     """
     q, k = 0.6 * unit(12, K, seed=1), 0.6 * unit(12, K, seed=2)
     rows = torch.stack(
@@ -155,9 +155,9 @@ def test_frequency_domain_error_falls_to_its_kernel() -> None:
 
 @pytest.mark.parametrize("degree", [4, 8])
 def test_sketched_polynomials(degree: int) -> None:
-    """Never negative, and within theorem 1.1: error ε ≤ 2 √(p/r) ‖q‖^p ‖k‖^p.
+    """Nonnegative, and within theorem 1.1: error ε ≤ 2 √(p/r) ‖q‖^p ‖k‖^p.
 
-    At small r fourth moments of Gaussian products make the error fall faster than that.
+    For small r, fourth moments of Gaussian products make the error fall faster.
     """
     q, k = unit(20, K, seed=1), unit(20, K, seed=2)
     k[:10] = q[:10]  # some pairs that match
@@ -170,7 +170,7 @@ def test_sketched_polynomials(degree: int) -> None:
         for seed in range(24):
             result = kernel(built, q, k, params_of(built, seed=seed))
             assert (result >= -1e-12).all()  # (M(q)·M(k))² up to rounding
-            # Theorem 1.1's measure: Σ (found − want)² against Σ ‖q‖^2p ‖k‖^2p, one per pair.
+            # The measure of theorem 1.1: Σ (result − want)² against Σ ‖q‖^2p ‖k‖^2p, one per pair.
             total += float((result - want).square().mean())
         errors.append(math.sqrt(total / 24))
     assert all(e < 2 * math.sqrt(degree / r) for e, r in zip(errors, sizes, strict=True)), errors
@@ -194,10 +194,10 @@ def test_sketch_of_degree_eight_is_a_tree() -> None:
     q, k = normal(6, K, seed=1), normal(7, K, seed=2)
 
     def sketch(x: Tensor) -> Tensor:
-        left, right = (
+        first, second = (
             (x @ leaf[2 * j].T) * (x @ leaf[2 * j + 1].T) / math.sqrt(3) for j in range(2)
         )
-        return (left @ node[0].T) * (right @ node[1].T) / math.sqrt(3)
+        return (first @ node[0].T) * (second @ node[1].T) / math.sqrt(3)
 
     want = (sketch(q) @ sketch(k).T) ** 2
     torch.testing.assert_close(kernel(result, q, k, params), want, **EXACT)
@@ -215,7 +215,7 @@ def test_a_sketch_of_degree_two_is_exact() -> None:
 # -- exact maps --------------------------------------------------------------------------------
 
 
-def test_cosine_fades_with_distance() -> None:
+def test_cosine_decays_with_distance() -> None:
     M = 10
     q, k = normal(M + 1, K, seed=1), normal(M + 1, K, seed=2)
     t = torch.arange(M + 1).double()
@@ -225,14 +225,14 @@ def test_cosine_fades_with_distance() -> None:
     assert (result > -1e-12).all()
 
 
-def test_cosine_never_turns_negative() -> None:
-    """Beyond M positions stand still, instead of weights below zero."""
+def test_cosine_is_nonnegative() -> None:
+    """Positions beyond M are clamped, so weights stay nonnegative."""
     q, k = normal(60, K, seed=1), normal(60, K, seed=2)
     assert (kernel(features.Cosine(length=10), q, k) > -1e-12).all()
 
 
 def test_cosine_counts_tokens_not_associations() -> None:
-    """With two associations per token, both stand at the token's position."""
+    """Two associations of a token have the position of the token."""
     result = rc.Recipe(
         features=features.Cosine(length=20),
         bias=rc.bias.DotProduct(),
@@ -301,7 +301,7 @@ def test_dpfp_kernel(nu: int) -> None:
     torch.testing.assert_close(kernel(features.Dpfp(nu=nu), q, k), want, **EXACT)
 
 
-def test_normalised_dpfp_sums_to_one_or_is_nothing() -> None:
+def test_normalised_dpfp_sums_to_one_or_zero() -> None:
     x = normal(9, K, seed=1)
     x[3] = 0
     total = lift(features.Dpfp(normalize=True), x, {}).sum(-1)
@@ -309,16 +309,17 @@ def test_normalised_dpfp_sums_to_one_or_is_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "made", [features.Polynomial(degree=3), features.Taylor(), features.PolynomialSketch(degree=2)]
+    "feature_map",
+    [features.Polynomial(degree=3), features.Taylor(), features.PolynomialSketch(degree=2)],
 )
-def test_monomials_have_gradients_of_gradients(made: rc.features.Features) -> None:
-    params = params_of(made, K=3)
+def test_monomials_have_gradients_of_gradients(feature_map: rc.features.Features) -> None:
+    params = params_of(feature_map, K=3)
     x = normal(2, 3, seed=1).requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: lift(made, x, params), (x,))
-    assert torch.autograd.gradgradcheck(lambda x: lift(made, x, params), (x,))
+    assert torch.autograd.gradcheck(lambda x: lift(feature_map, x, params), (x,))
+    assert torch.autograd.gradgradcheck(lambda x: lift(feature_map, x, params), (x,))
 
 
-# -- params that are drawn ---------------------------------------------------------------------
+# -- random params -----------------------------------------------------------------------------
 
 
 def test_orthogonal_rows_are_orthogonal_and_gaussian() -> None:
@@ -332,13 +333,13 @@ def test_orthogonal_rows_are_orthogonal_and_gaussian() -> None:
         atol=1e-12,
         rtol=0,
     )
-    # Each row is N(0, I): 64,000 entries know a second moment to 0.6% (one sigma).
+    # Each row is N(0, I): 64,000 entries determine a second moment to 0.6% (one sigma).
     second = torch.einsum("hmk,hml->kl", w, w) / (400 * 20)
     torch.testing.assert_close(second, torch.eye(8).double(), atol=0.05, rtol=0)
     assert float(w.mean()) == pytest.approx(0.0, abs=0.02)
 
 
-def test_an_unknown_law_is_refused() -> None:
+def test_unknown_distribution_is_refused() -> None:
     with pytest.raises(ValueError, match="draw must be one of"):
         Param(name="w", owner="test", draw="cauchy")
 
@@ -358,12 +359,12 @@ FROZEN = {"directions", "frequencies", "sketch"}
 
 
 @pytest.mark.parametrize("name", RANDOM)
-def test_layers_keep_what_they_draw_and_do_not_train_it(name: str) -> None:
+def test_layers_store_random_params_and_do_not_train_them(name: str) -> None:
     torch.manual_seed(0)
     layer = rc.zoo.get(name).build(16, 2)
-    drawn = {n: p for n, p in layer.params.items() if n in FROZEN}
-    assert drawn
-    for number in drawn.values():
+    frozen = {n: p for n, p in layer.params.items() if n in FROZEN}
+    assert frozen
+    for number in frozen.values():
         assert number.bias is not None
         assert not number.bias.requires_grad
         assert float(number.bias.std()) > 0.5
@@ -374,7 +375,7 @@ def test_layers_keep_what_they_draw_and_do_not_train_it(name: str) -> None:
     copy.load_state_dict(layer.state_dict())
     assert torch.equal(copy(x)[0], layer(x)[0])
     layer(x)[0].sum().backward()
-    assert all(number.bias.grad is None for number in drawn.values())
+    assert all(number.bias.grad is None for number in frozen.values())
 
 
 def test_options_may_train_directions_or_fix_a_map() -> None:
@@ -383,17 +384,17 @@ def test_options_may_train_directions_or_fix_a_map() -> None:
     layer = preset.build(16, 2, options=rc.LayerOptions(gate_options={"directions": gate}))
     assert layer.params["directions"].bias.requires_grad
     fixed = rc.LayerOptions(gate_options={"feature_map": rc.GateOptions(source="constant")})
-    held = rc.zoo.get("hedgehog").build(16, 2, options=fixed).params["feature_map"]
-    assert not held.bias.requires_grad
-    assert torch.equal(held.bias[0, 0], torch.eye(8))
+    param = rc.zoo.get("hedgehog").build(16, 2, options=fixed).params["feature_map"]
+    assert not param.bias.requires_grad
+    assert torch.equal(param.bias[0, 0], torch.eye(8))
     with pytest.raises(rc.RecipeError, match="samples its values"):
         preset.build(
             16, 2, options=rc.LayerOptions(gate_options={"directions": rc.GateOptions(init=1.0)})
         )
 
 
-def test_checkpoints_hold_the_directions(tmp_path) -> None:
-    """A saved language model reads what it wrote: the same directions, and none trained."""
+def test_checkpoints_contain_the_directions(tmp_path) -> None:
+    """A saved language model loads the same directions, and trains none."""
     preset = rc.zoo.get("performer")
     config = RecollectConfig.from_recipes(
         {"performer": (preset.recipe, preset.options)},
@@ -426,8 +427,8 @@ def long_tokens(length: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tens
     return (q * length).to(dtype), (k * length).to(dtype), v.to(dtype)
 
 
-def test_random_features_answer_up_to_the_longest_keys_and_refuse_longer_ones() -> None:
-    """float64 is the oracle: just below the end nothing is lost, and a split reads the same."""
+def test_random_features_refuse_too_long_keys() -> None:
+    """float64 is the oracle: below the limit no digit is lost, and a split gives equal outputs."""
     recipe = rc.zoo.get("performer").recipe
     result = recipe.features
     end = result.longest(64, torch.float32)
@@ -442,17 +443,17 @@ def test_random_features_answer_up_to_the_longest_keys_and_refuse_longer_ones() 
     b, _ = rc.recall(recipe, *(x[:, 9:] for x in tokens), params=params, state=state)
     torch.testing.assert_close(torch.cat([a, b], 1), full, atol=1e-5, rtol=1e-5)
     for side in range(2):
-        far = list(tokens)
-        far[side] = far[side] * 1.01
+        longer = list(tokens)
+        longer[side] = longer[side] * 1.01
         with pytest.raises(ValueError, match=f"cannot lift a {('query', 'key')[side]} of length"):
-            rc.recall(recipe, *far, params=params)
+            rc.recall(recipe, *longer, params=params)
     padded = [torch.cat([x, x * 100], 1) for x in tokens]
     mask = torch.arange(48)[None] < 24
     y, _ = rc.recall(recipe, *padded, params=params, attention_mask=mask)
     torch.testing.assert_close(y[:, :24], full, atol=1e-6, rtol=1e-6)
 
 
-def test_a_layer_of_random_features_never_answers_with_zeros_for_long_inputs() -> None:
+def test_layer_of_random_features_refuses_long_inputs() -> None:
     torch.manual_seed(0)
     layer = rc.zoo.get("performer").build(d_model=64, num_heads=1)
     x = torch.randn(2, 40, 64)
@@ -461,4 +462,4 @@ def test_a_layer_of_random_features_never_answers_with_zeros_for_long_inputs() -
     for scale in (10, 30):
         with pytest.raises(ValueError, match=r"cannot lift a .* higher temperature, or float64"):
             layer(scale * x)
-    layer.double()(10 * x.double())  # which has the range for it
+    layer.double()(10 * x.double())  # float64 has this range

@@ -1,4 +1,4 @@
-"""Fields that say what they may hold, for any dataclass."""
+"""Fields with declared ranges, for any dataclass."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from recollect.fields import (
 
 @dataclass(frozen=True, kw_only=True)
 class Shelf(Validated):
-    """Holds one field of each kind."""
+    """A dataclass with one field of each kind."""
 
     boards: int = integer(at_least=1)
     wood: str = option(MISSING, "oak", "pine")
@@ -45,7 +45,7 @@ class Shelf(Validated):
 SHELF = Shelf(boards=1, wood="oak")
 
 
-def test_values_are_kept_as_their_checks_give_them() -> None:
+def test_values_are_stored_as_checked() -> None:
     assert type(SHELF.height) is float
     assert SHELF.depth is None
     assert replace(SHELF, books=["a"]).books == ("a",)
@@ -70,15 +70,13 @@ def test_values_are_kept_as_their_checks_give_them() -> None:
         ({"books": ["a", "b"]}, "Shelf: 2 books need as many boards"),
     ],
 )
-def test_a_sentence_names_owner_field_what_may_be_and_what_was(
-    change: dict[str, Any], says: str
-) -> None:
+def test_message_names_owner_field_range_and_value(change: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match="Shelf") as refused:
         replace(SHELF, **change)
     assert str(refused.value) == says
 
 
-def test_arguments_of_functions_are_checked_alike() -> None:
+def test_arguments_of_functions_are_checked() -> None:
     assert validate("f: n", int_check(), 0) == 0
     with pytest.raises(ValueError, match=r"^f: n must be a whole number >= 10000000, not -1$"):
         validate("f: n", int_check(10_000_000), -1)

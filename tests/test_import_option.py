@@ -1,4 +1,4 @@
-"""Members of one's own on the command line: imported because somebody says so, and only then."""
+"""User members on the command line, imported only if an option names their module."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class {name}(rc.bias.Bias):
 
 
 class Place:
-    """A folder with a module of one's own, a recipe of it, and a run beside both."""
+    """A folder with a user's module, a recipe of it, and a run that uses both."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self.monkeypatch = folder, monkeypatch
@@ -53,7 +53,7 @@ class Place:
         self.forget()
 
     def forget(self) -> None:
-        """As in a process that has just begun."""
+        """Forget the module, as in a new process."""
         patch = self.monkeypatch
         mine = {n: m for n, m in member._REGISTRY.items() if m.__module__ != "my_biases"}
         patch.setattr(member, "_REGISTRY", mine)
@@ -80,7 +80,7 @@ def refused(result: Result) -> str:
     return result.stderr
 
 
-def test_a_recipe_is_explained_when_its_module_is_named(place: Place) -> None:
+def test_explain_imports_a_named_module(place: Place) -> None:
     output = refused(invoke("explain", "mine.toml"))
     assert "no member named 'Beyond' is registered" in output and "--import MODULE" in output
     assert "my_biases" not in sys.modules
@@ -91,7 +91,7 @@ def test_a_recipe_is_explained_when_its_module_is_named(place: Place) -> None:
 
 
 @pytest.mark.slow
-def test_processes_of_a_comparison_know_it_too(place: Place) -> None:
+def test_processes_of_a_comparison_import_the_module(place: Place) -> None:
     requested = [
         "compare",
         "--models",
@@ -110,14 +110,15 @@ def test_processes_of_a_comparison_know_it_too(place: Place) -> None:
     assert data["processes"] == 2 and not data["failures"]
 
 
-def test_a_run_names_its_modules_and_its_model_needs_them_named(place: Place) -> None:
+def test_run_names_its_modules_and_its_model_requires_them(place: Place) -> None:
     config = place.folder / "run.toml"
-    written = PLAN.format(text=place.folder / "t.txt", out=place.folder / "out")
-    written = written.replace("[model]", f'[model]\nrecipe = "{place.folder / "mine.toml"}"')
-    config.write_text(written)
-    place.monkeypatch.chdir(place.folder / "away")  # beside the file, wherever the command stands
+    run_file = PLAN.format(text=place.folder / "t.txt", out=place.folder / "out")
+    run_file = run_file.replace("[model]", f'[model]\nrecipe = "{place.folder / "mine.toml"}"')
+    config.write_text(run_file)
+    # next to the file, for any folder of the command
+    place.monkeypatch.chdir(place.folder / "away")
     assert "import = [...]" in refused(invoke("train", str(config)))
-    config.write_text('import = ["my_biases"]\n' + written)
+    config.write_text('import = ["my_biases"]\n' + run_file)
     result = invoke("train", str(config))
     assert result.exit_code == 0, result.output
     plan = json.loads((place.folder / "out" / "plan.json").read_text())
@@ -138,7 +139,7 @@ def test_a_run_names_its_modules_and_its_model_needs_them_named(place: Place) ->
     assert json.loads(built.stdout)["tokens"] == 2
 
 
-def test_a_preset_of_ones_own_is_listed_and_compared(place: Place) -> None:
+def test_custom_preset_is_listed_and_compared(place: Place) -> None:
     lines = [
         "@rc.zoo.preset('Beyond', rule='W', references=(),",
         "    fidelity=rc.zoo.Fidelity(kind='exact', source='here'))",
@@ -168,7 +169,7 @@ def test_every_command_takes_modules(command, place: Place) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "written", "says"),
+    ("name", "source", "says"),
     [
         ("broken", "def f(:\n", "SyntaxError"),
         ("raising", "x = 1\nraise KeyError('why')\n", "line 2): KeyError: 'why'"),
@@ -180,15 +181,15 @@ def test_every_command_takes_modules(command, place: Place) -> None:
         ("", None, "names no module"),
     ],
 )
-def test_a_module_that_cannot_be_imported_is_one_sentence(
-    name: str, written: str | None, says: str, place: Place
+def test_error_of_a_module_that_cannot_be_imported(
+    name: str, source: str | None, says: str, place: Place
 ) -> None:
-    if written is not None:
-        (place.folder / f"{name}.py").write_text(written)
+    if source is not None:
+        (place.folder / f"{name}.py").write_text(source)
     assert says in refused(invoke("explain", "gla", "--import", name))
 
 
-def test_of_two_modules_of_one_name_the_second_is_refused(place: Place) -> None:
+def test_second_module_of_one_name_is_refused(place: Place) -> None:
     import_modules(["my_biases"], folder=place.folder)
     (place.folder / "away" / "my_biases.py").write_text("")
     with pytest.raises(ValueError, match="has the name of another module"):

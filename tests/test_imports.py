@@ -1,4 +1,4 @@
-"""Which module imports which."""
+"""Allowed imports between modules."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def module_name(path: Path, root: Path) -> str:
 
 
 def import_graph(root: Path) -> dict[str, set[str]]:
-    """Modules that each module imports, except for types alone; other packages by first name."""
+    """Return the modules that each module imports at run time; other packages by first name."""
     paths = {module_name(path, root): path for path in root.rglob("*.py")}
     graph: dict[str, set[str]] = {}
     for name, path in paths.items():
@@ -66,7 +66,7 @@ def graph() -> dict[str, set[str]]:
     return import_graph(SRC)
 
 
-def test_the_graph_sees_imports_inside_functions_and_none_for_types(tmp_path: Path) -> None:
+def test_graph_has_imports_inside_functions_and_none_for_types(tmp_path: Path) -> None:
     package = tmp_path / "p"
     package.mkdir()
     (package / "__init__.py").write_text("")
@@ -80,12 +80,12 @@ def test_the_graph_sees_imports_inside_functions_and_none_for_types(tmp_path: Pa
         graphlib.TopologicalSorter(result).prepare()
 
 
-def test_choices_and_recipes_imported_each_other() -> None:
-    graphlib.TopologicalSorter(graph()).prepare()  # raises CycleError, with the circle
+def test_imports_have_no_cycles() -> None:
+    graphlib.TopologicalSorter(graph()).prepare()  # raises CycleError with the cycle
 
 
-def test_the_reference_stands_on_common_alone() -> None:
-    """An allow-list, also of what its imports import, and of other packages."""
+def test_reference_imports_only_common() -> None:
+    """An allow-list, also for indirect imports and for other packages."""
     allowed = ("engines.reference", "engines.base", "engines.common", "choices", "recipe", "state")
     allowed += ("typing", "fields", "messages", "numerics", "serialization")
     recorded: set[str] = set()
@@ -95,7 +95,7 @@ def test_the_reference_stands_on_common_alone() -> None:
         recorded.add(name)
         todo |= {x for x in graph().get(name, set()) if x.startswith("recollect.")} - recorded
     ours = {name.removeprefix("recollect.") for name in recorded}
-    # Notes of costs write numbers with their units, and recipes show themselves in notebooks.
+    # Notes of costs format numbers with units, and recipes have a notebook representation.
     shown = {"report.formatting", "report.notebook"}
     strange = {name for name in ours - shown if not _within(name, allowed)}
     assert not strange
@@ -107,7 +107,7 @@ def _within(name: str, packages: tuple[str, ...]) -> bool:
     return any(name == package or name.startswith(f"{package}.") for package in packages)
 
 
-def test_no_import_trails_behind_code() -> None:
+def test_imports_precede_code() -> None:
     trailing = [
         f"{path.relative_to(SRC)}:{number}"
         for path in sorted(SRC.rglob("*.py"))
@@ -153,11 +153,11 @@ LEFT_OUT = {
     "recollect.blocks": ("torch._dynamo", "recollect.benchmarks"),
     "recollect.lm": ("datasets", "recollect.benchmarks", "recollect.lm.training"),
 }
-"""Modules that are not imported by the first ones of this table, in its order."""
+"""Modules that the import of the first modules in this table must not load, in its order."""
 
 
-def test_an_import_leaves_out_what_takes_long() -> None:
-    """The compiler takes as long as torch itself, and a model needs no Trainer."""
+def test_imports_do_not_load_slow_modules() -> None:
+    """The compiler takes as long as torch, and a model needs no Trainer."""
     lines = ["import importlib, sys"]
     for importing, names in LEFT_OUT.items():
         lines.append(f"importlib.import_module({importing!r})")
@@ -172,7 +172,7 @@ def test_an_import_leaves_out_what_takes_long() -> None:
     assert done.stdout.split("\n") == [*["[]"] * len(LEFT_OUT), ""]
 
 
-def test_the_names_of_benchmarks_are_those_of_the_suites() -> None:
+def test_names_of_benchmarks_equal_those_of_the_suites() -> None:
     from recollect.benchmarks.suites import SUITES
 
     suite = importlib.import_module("recollect.cli.bench").Suite

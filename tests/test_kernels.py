@@ -42,13 +42,16 @@ def test_kernels_are_their_formulas(kernel: rc.features.Kernel, formula: object)
                 assert float(result[b, i, j]) == pytest.approx(formula(product, x, y), rel=1e-12)  # type: ignore[operator]
 
 
-def test_the_gaussian_is_the_exponential_for_keys_of_one_length() -> None:
-    """TTR 51: the same weights up to a factor that normalising removes."""
+def test_gaussian_equals_exponential_for_equal_norms() -> None:
+    """TTR 51: equal weights up to a factor that normalisation removes."""
     g = torch.Generator().manual_seed(1)
     q, k = (torch.randn(n, 8, generator=g, dtype=torch.float64) for n in (3, 5))
     q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
-    near, far = features.Gaussian().log_kappa(q, k), features.Exponential().log_kappa(q, k)
-    torch.testing.assert_close(near.softmax(-1), far.softmax(-1), atol=1e-14, rtol=0)
+    gaussian, exponential = (
+        features.Gaussian().log_kappa(q, k),
+        features.Exponential().log_kappa(q, k),
+    )
+    torch.testing.assert_close(gaussian.softmax(-1), exponential.softmax(-1), atol=1e-14, rtol=0)
 
 
 def test_rounding_passes_gradients_straight_through() -> None:

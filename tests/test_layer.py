@@ -1,7 +1,7 @@
-"""The memory layer: one sequence is one sequence, however it is cut, padded, packed or decoded.
+"""The memory layer gives equal outputs for a sequence in pieces, padded, packed or decoded.
 
-Everything is float64 unless said otherwise; 1e-10 is far above a few hundred roundings and far
-below any token that leaked.
+In float64 unless stated; 1e-10 is far above a few hundred rounding errors and far below the effect
+of a token.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ D, HEADS, T = 16, 2, 13
 DECAY = rc.Recipe(retention=rc.retention.Decay())
 TOL = {"atol": 1e-10, "rtol": 1e-10}
 
-OWN = {
+CUSTOM = {
     "deep": rc.Recipe(
         memory=rc.memory.MLP(expansion=2),
         retention=rc.retention.Decay(per="value"),
         algorithm=rc.algorithm.Momentum(batch_size=4),
     ),
-    # The coordinate form: the switch jumps at δ, and rounding may decide which way.
+    # The coordinate form: the threshold has a jump at δ, and rounding can decide the side.
     "window": rc.Recipe(bias=rc.bias.Huber(form="coordinate"), context=rc.context.Window(size=3)),
     "several": rc.Recipe(
         retention=rc.retention.Decay(), algorithm=rc.algorithm.GradientDescent(updates_per_token=2)
@@ -48,15 +48,15 @@ OWN = {
         algorithm=rc.algorithm.GradientDescent(lr="log_input"),
     ),
 }
-EVERY = [*presets(), *OWN]
+ALL = [*presets(), *CUSTOM]
 
 
 def build(name: str, **overrides: object) -> MemoryLayer:
     torch.manual_seed(0)
-    if name in OWN:
-        # RoPE on, so that its phase is put to the test of splits too.
+    if name in CUSTOM:
+        # RoPE is on, so that splits test its phase.
         options = LayerOptions(rope_theta=100.0)
-        return MemoryLayer(D, HEADS, OWN[name], options, **overrides).double()  # type: ignore[arg-type]
+        return MemoryLayer(D, HEADS, CUSTOM[name], options, **overrides).double()  # type: ignore[arg-type]
     return rc.zoo.get(name).build(D, HEADS, **overrides).double()
 
 
@@ -80,13 +80,13 @@ def check_splits(layer: rc.MemoryLayer, x: Tensor) -> None:
             torch.testing.assert_close(ours, theirs, **TOL)
 
 
-@pytest.mark.parametrize("name", EVERY)
-def test_whole_is_any_split_and_decoding(name: str) -> None:
+@pytest.mark.parametrize("name", ALL)
+def test_splits_and_decoding_equal_one_call(name: str) -> None:
     check_splits(build(name), tokens())
 
 
-@pytest.mark.parametrize("name", EVERY)
-def test_padded_rows_are_rows_alone(name: str) -> None:
+@pytest.mark.parametrize("name", ALL)
+def test_padded_rows_equal_single_rows(name: str) -> None:
     layer, x = build(name), tokens()
     x = torch.cat([x, x[:1]])
     mask = torch.ones(3, T)
@@ -102,10 +102,10 @@ def test_padded_rows_are_rows_alone(name: str) -> None:
         assert not y[row, ~real].any()
 
 
-@pytest.mark.parametrize("name", EVERY)
-def test_packed_documents_are_documents_alone(name: str) -> None:
+@pytest.mark.parametrize("name", ALL)
+def test_packed_documents_equal_single_documents(name: str) -> None:
     layer, x = build(name), tokens(B=1)
-    cuts = (0, 5, 5, 12, T)  # one is empty, one has a single token
+    cuts = (0, 5, 5, 12, T)  # one is empty, and one has a single token
     packed, state = layer(x, cu_seqlens=torch.tensor(cuts))
     repeated, _ = layer(x, state, cu_seqlens=torch.tensor(cuts))
     for a, b in pairwise(cuts):
@@ -116,20 +116,20 @@ def test_packed_documents_are_documents_alone(name: str) -> None:
         torch.testing.assert_close(repeated[:, a:b], layer(x[:, a:b], end)[0], **TOL)
 
 
-# With 8 channels no error is as long as the threshold, which starts for 64.
+# With 8 channels no error reaches the threshold, whose initial value is for 64.
 UNTOUCHED = {"yaad": "gates.threshold."}
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", ALL)
 def test_forward_backward_and_bf16_autocast(name: str) -> None:
     layer = build(name).float()
-    # Momentum from batch to batch changes outputs of the third inner batch.
+    # Momentum between batches changes outputs of the third inner batch.
     x = tokens(length=max(T, 2 * layer.recipe.algorithm.batch_size + 3)).float()
     exact, _ = layer(x)
     exact.square().mean().backward()
     for what, weight in layer.named_parameters():
         if not weight.requires_grad:
-            continue  # drawn, and held fixed
+            continue  # random and fixed
         assert weight.grad is not None, what
         assert weight.grad.isfinite().all(), what
         if not what.startswith(UNTOUCHED.get(name, "-")):
@@ -137,7 +137,7 @@ def test_forward_backward_and_bf16_autocast(name: str) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         half, _ = layer(x)
     half.float().square().mean().backward()
-    # bf16 has 8 bits; the layer rounds projections and outputs, never its sums.
+    # bf16 has 8 bits; the layer rounds projections and outputs, and not its sums.
     assert (half.float() - exact).norm() < 0.05 * exact.norm()
     whole_half, _ = layer.bfloat16()(x.bfloat16())
     assert whole_half.dtype == torch.bfloat16
@@ -145,14 +145,10 @@ def test_forward_backward_and_bf16_autocast(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        *(one for one in presets() if not one.values[0].startswith("ffn")),
-        *OWN,
-    ],
+    "name", [*(one for one in presets() if not one.values[0].startswith("ffn")), *CUSTOM]
 )
-def test_it_learns_from_scratch_at_its_defaults(name: str) -> None:
-    """Say the token before the last one: needs the past, and any layer can."""
+def test_layer_learns_with_default_options(name: str) -> None:
+    """Predict the token before the last one, which any layer can learn from the past."""
     layer = build(name).float()
     x = tokens(B=8, length=12).float()
     target = functional.pad(x, (0, 0, 2, 0))[:, :-2]
@@ -165,7 +161,7 @@ def test_it_learns_from_scratch_at_its_defaults(name: str) -> None:
         optimizer.step()
         losses.append(float(loss.detach()))
         if losses[-1] < 0.75 * losses[0]:
-            break  # it has learned more than is required after all steps
+            break  # the loss is below the bound after all steps
     assert losses[-1] < 0.85 * losses[0]
 
 
@@ -189,24 +185,24 @@ def test_grouped_heads_share_memories(name: str) -> None:
     assert layer(x)[0].shape == x.shape
     # Two memories with equal weights are one memory.
     K, n = layer.head_dim, layer.num_heads * layer.head_dim
-    own = layer.state_dict()
+    weights = layer.state_dict()
 
     def twice(weight: Tensor, axis: int) -> Tensor:
         q, k, v = weight.split([n, K, K], dim=axis)
         return torch.cat([q, k, k, v, v], dim=axis)
 
-    for key, value in own.items():
+    for key, value in weights.items():
         if key == "qkv.weight":
-            own[key] = twice(value, 0)
+            weights[key] = twice(value, 0)
         elif key == "conv.weight":
-            own[key] = twice(value, 1)
+            weights[key] = twice(value, 1)
         elif key.startswith(("gates.", "params.", "memory.")) and not key.endswith("down"):
-            own[key] = (
+            weights[key] = (
                 value.repeat_interleave(2, dim=0)
                 if value.shape[0] == 1
                 else value.repeat(2, *(1,) * (value.dim() - 1))
             )
-    full.load_state_dict(own)
+    full.load_state_dict(weights)
     torch.testing.assert_close(full(x)[0], layer(x)[0], **TOL)
 
 
@@ -230,7 +226,7 @@ def test_method_may_be_set_later() -> None:
         layer.engine = "warp"
 
 
-def test_state_moves_as_one() -> None:
+def test_state_moves_to_a_device() -> None:
     layer, x = build("softmax_attention", options=LayerOptions(rope_theta=100.0)), tokens()
     _, state = layer(x[:, :7])
     assert state.nbytes > state.memory.nbytes
@@ -246,7 +242,7 @@ def test_state_moves_as_one() -> None:
         LayerState.from_dict({"tail": x})
 
 
-def test_reset_starts_a_row_anew() -> None:
+def test_reset_restarts_a_row() -> None:
     for name in ("deep", "gated_delta_net", "softmax_attention"):
         layer, x = build(name), tokens()
         _, state = layer(x[:, :6])
@@ -268,12 +264,12 @@ def test_empty_calls() -> None:
         torch.testing.assert_close(layer(x[:, 6:], later)[0], layer(x[:, 6:], state)[0], **TOL)
 
 
-def test_gates_start_where_they_are_declared() -> None:
+def test_gates_start_at_declared_values() -> None:
     zero = torch.zeros(1, 1, D)
     layer = MemoryLayer(D, 4, rc.Recipe(retention=rc.retention.Decay()))
     assert layer.gates["lr"](zero).flatten().tolist() == pytest.approx([0.5] * 4)
     alpha = layer.gates["log_decay"](zero).exp().flatten()
-    assert (alpha.diff() > 0).all()  # from forgetful to faithful heads
+    assert (alpha.diff() > 0).all()  # from weak to strong memory
     assert alpha.log().abs().log().mean().exp().item() == pytest.approx(0.0202, rel=0.01)
     options = LayerOptions(gate_options={"lr": GateOptions(low=0, high=2, init=1.5)})
     layer = MemoryLayer(D, 4, rc.Recipe(), options)
@@ -282,7 +278,7 @@ def test_gates_start_where_they_are_declared() -> None:
 
 
 def _declared_numbers() -> dict[str, tuple[rc.zoo.Preset, Gate | Param]]:
-    """Every gate and trained param of the zoo, once for each declaration."""
+    """Return every gate and trained param of the zoo, once for each declaration."""
     numbers: dict[str, tuple[rc.zoo.Preset, Gate | Param]] = {}
     for preset in map(rc.zoo.get, rc.zoo.names()):
         for declared in (*preset.recipe.gates(), *preset.recipe.params()):
@@ -299,7 +295,7 @@ DECLARED = _declared_numbers()
 @pytest.mark.parametrize("side", ["low", "high"])
 @pytest.mark.parametrize("key", DECLARED)
 def test_a_narrowed_gate_starts_inside_its_range(key: str, side: str) -> None:
-    """Ends that exclude the declared initial value: the gate starts between them, and learns."""
+    """The range excludes the declared initial value, so the gate starts inside it and learns."""
     preset, declared = DECLARED[key]
     begin, end = float(declared.init), getattr(declared.range, "high" if side == "low" else "low")
     if end is None:
@@ -338,17 +334,17 @@ def test_a_narrowed_range_moves_only_the_values_that_it_excludes() -> None:
     assert wide == pytest.approx([first, *others], rel=1e-4)
     slow = initial("log_decay", GateOptions(low=-0.05))
     assert slow == pytest.approx([-0.0475, *others], rel=1e-4)
-    # Options are stated in the length of a value, √4 here.
+    # Options are in units of a value's norm, √4 here.
     huber = rc.Recipe(bias=rc.bias.Huber())
     threshold = initial("threshold", GateOptions(unit="value_rms", high=0.5), huber)
     assert threshold == pytest.approx([0.475 * 4**0.5] * 4, rel=1e-4)
     fixed = initial("lr", GateOptions(source="constant", high=0.05))
     assert fixed == pytest.approx([0.0475] * 4)
-    # An initial value of the caller's is kept to the digit.
+    # An explicit initial value is exact.
     assert initial("lr", GateOptions(high=0.05, init=0.0499)) == pytest.approx([0.0499] * 4)
 
 
-def test_the_remedy_for_steps_that_overshoot_leaves_no_gate_saturated() -> None:
+def test_advice_against_overshooting_steps_saturates_no_gate() -> None:
     """Follow the advice of docs/diagnose.md: a lower `high` of the gate `lr`."""
     options = LayerOptions(gate_options={"lr": GateOptions(low=0, high=0.05)})
     report = rc.diagnose(MemoryLayer(64, 4, rc.Recipe(), options), torch.randn(1, 32, 64))
@@ -398,9 +394,9 @@ def test_tied_numbers_follow(rule: str) -> None:
     torch.testing.assert_close(torch.cat([first, layer(x[:, 5:], state)[0]], 1), y, **TOL)
 
 
-def test_squashing_never_leaves_the_declared_range() -> None:
+def test_squashing_stays_in_the_declared_range() -> None:
     x = 1e3 * torch.randn(4, 5, D)
-    for recipe in (*OWN.values(), rc.Recipe(retention=rc.retention.Ball(radius="input"))):
+    for recipe in (*CUSTOM.values(), rc.Recipe(retention=rc.retention.Ball(radius="input"))):
         layer = MemoryLayer(D, HEADS, recipe)
         for gate in recipe.gates():
             low, high = layer.gates[gate.name](x).detach().aminmax()
@@ -503,7 +499,7 @@ def test_low_rank_and_fixed_numbers() -> None:
         (lambda: rc.zoo.get("delta_net").build(D, 2, widht=3), "no override 'widht'"),
     ],
 )
-def test_what_does_not_fit_is_said_when_the_layer_is_made(make: object, says: str) -> None:
+def test_invalid_options_are_refused_at_construction(make: object, says: str) -> None:
     with pytest.raises(rc.RecipeError, match=says):
         make()  # type: ignore[operator]
 
@@ -520,7 +516,7 @@ def test_bad_calls_are_one_sentence() -> None:
         layer(x[:1], attention_mask=torch.ones(1, T), cu_seqlens=torch.tensor([0, T]))
 
 
-def test_drawing_weights_anew_is_like_making_the_layer() -> None:
+def test_reset_parameters_equals_construction() -> None:
     layer = build("gla")
     torch.manual_seed(3)
     layer.reset_parameters()
@@ -532,8 +528,8 @@ def test_drawing_weights_anew_is_like_making_the_layer() -> None:
 
 
 @pytest.mark.parametrize("name", ["titans", "gla", "delta_product", "longhorn"])
-def test_a_layer_by_name_is_the_systems_own(name: str) -> None:
-    """With the system's options, as `Preset.build` has them: a recipe alone is not the system."""
+def test_layer_by_name_has_the_options_of_the_system(name: str) -> None:
+    """With the system's options, as in `Preset.build`: a recipe alone is not the system."""
     preset = rc.zoo.get(name)
     built = preset.build(16, 2)
     for stated in (name, preset, built):

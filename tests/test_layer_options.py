@@ -59,7 +59,7 @@ def build(name: str) -> Any:
     torch.manual_seed(0)
     recipe, options = CASES[name]
     layer = rc.MemoryLayer(D, HEADS, recipe, options, head_dim=4, value_dim=3).double()
-    for weight in layer.parameters():  # no factor remains 1, and no bias 0
+    for weight in layer.parameters():  # no factor is 1, and no bias 0
         torch.nn.init.normal_(weight, std=0.5)
     return layer
 
@@ -70,7 +70,7 @@ def tokens(B: int = 2, length: int = T) -> Tensor:
 
 
 def loop(layer: Any, x: Tensor) -> Tensor:
-    """Outputs of one sequence ``[T, D]``, one token and head after another."""
+    """Return outputs of one sequence ``[T, D]``, one token and head after another."""
     o, K, V = layer.options, 4, 3
     groups = HEADS // o.key_group_size
     sizes = [groups * K, groups * K, HEADS * V]
@@ -208,7 +208,7 @@ def test_compiled_and_half_precision_layers_agree(name: str) -> None:
 
 
 def test_shared_keys_are_repeated_keys() -> None:
-    """With several associations per token and a tie, too."""
+    """Also with several associations per token and a tie."""
     for system in ("delta_product", "rwkv7", "comba"):
         preset = rc.zoo.get(system)
         torch.manual_seed(0)
@@ -246,10 +246,10 @@ def test_parts_of_the_heads_add_up(name: str) -> None:
     for index in range(2):
         part = build(name)
         for path, weight in layer.named_parameters():
-            owner, _, own = path.rpartition(".")
+            owner, _, attribute = path.rpartition(".")
             spec = specs.get(path)
             value = weight if spec is None else spec.local_shard(weight, index, 2)
-            setattr(part.get_submodule(owner), own, torch.nn.Parameter(value.detach()))
+            setattr(part.get_submodule(owner), attribute, torch.nn.Parameter(value.detach()))
         keep_local_heads(part, index, 2)
         total += part(x)[0]
     torch.testing.assert_close(total, layer(x)[0], **TOL)
@@ -289,7 +289,7 @@ def sized(**fields: Any) -> Any:
     )
 
 
-def test_layers_of_a_recipe_have_sizes_of_their_own(tmp_path: Path) -> None:
+def test_layers_of_a_recipe_may_have_different_sizes(tmp_path: Path) -> None:
     recipe_sizes = {"num_attention_heads": 4, "head_dim": 3, "value_dim": 5}
     config = sized(recipe_sizes={"gated_delta_net": recipe_sizes})
     model = rc.lm.RecollectForCausalLM(config)

@@ -1,4 +1,4 @@
-"""Rates of batches that measure their limit by their keys: the recursion that defines r_t."""
+"""Rates of batches whose limit is measured by their keys: the recursion that defines r_t."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from recollect.testing import engines, sequences
 
 @rc.member
 class Unrated(rc.algorithm.Algorithm):
-    """A_t = α_t A_(t−1) − ρ_t g_t: with nothing to scale."""
+    """A_t = α_t A_(t−1) − ρ_t g_t, without a rate."""
 
     batch_size = 4
     uses_normalized_steps = True
@@ -65,17 +65,17 @@ def without(recipe: rc.Recipe) -> rc.Recipe:
 
 
 def definition(k: Tensor, b: int) -> Tensor:
-    """r ``[B, T, H]`` of whole documents, token by token."""
+    """Return r ``[B, T, H]`` of full documents, token by token."""
     return loops.remaining_rate(k, b=b, n=min(b, MAX_OVERLAP))
 
 
-def alike(x: generate.Inputs, mean: float = 0.8) -> generate.Inputs:
-    """Keys that have something in common."""
+def similar_keys(x: generate.Inputs, mean: float = 0.8) -> generate.Inputs:
+    """Return x with keys that have a common part."""
     return dataclasses.replace(x, k=x.k + mean * x.k[:, :1])
 
 
 def scaled(x: generate.Inputs, b: int) -> generate.Inputs:
-    """The same with η_t r_t in place of η_t."""
+    """Return x with η_t r_t in place of η_t."""
     r = definition(x.k, b)
     lr = x.gates["lr"]
     lr = lr * r.view(*r.shape, *(1,) * (lr.dim() - 3))
@@ -84,10 +84,8 @@ def scaled(x: generate.Inputs, b: int) -> generate.Inputs:
 
 @pytest.mark.parametrize("method", ["auto", "reference"])
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_a_rate_is_what_earlier_keys_of_the_batch_leave_of_it(
-    recipe: rc.Recipe, method: str
-) -> None:
-    x = alike(generate.inputs(recipe, T=11))
+def test_rate_is_reduced_by_earlier_keys_of_the_batch(recipe: rc.Recipe, method: str) -> None:
+    x = similar_keys(generate.inputs(recipe, T=11))
     y, state, slopes = generate.gradients(recipe, x, engine=method)
     leaves = x.with_grad()
     y2, state2 = generate.run_recall(
@@ -107,7 +105,7 @@ def test_a_rate_is_what_earlier_keys_of_the_batch_leave_of_it(
     )
     assert generate.largest_error(slopes, dict(zip(named, result, strict=True)))[0] < 1e-9
     plain, _ = generate.run_recall(without(recipe), x, engine=method)
-    assert generate.relative_error(y, plain) > 1e-3  # r is no factor of 1
+    assert generate.relative_error(y, plain) > 1e-3  # r differs from 1
 
 
 @pytest.mark.parametrize("lr", ["log_input", "learned", 0.3])
@@ -115,7 +113,7 @@ def test_rates_of_any_kind(lr: float | str) -> None:
     recipe = rc.Recipe(
         algorithm=GD(batch_size=4, normalized_steps=True, batch_overlap="measured", lr=lr)
     )
-    x = alike(generate.inputs(recipe, T=11))
+    x = similar_keys(generate.inputs(recipe, T=11))
     rate = torch.full((2, 11, 2), 0.3, dtype=torch.float64)
     if lr == "log_input":
         rate = x.gates["log_lr"].exp()
@@ -132,9 +130,9 @@ def test_rates_of_any_kind(lr: float | str) -> None:
 
 
 def test_decoded_tokens_with_keys_of_other_strides() -> None:
-    """Keys whose memory has the heads before the batch give the outputs of contiguous keys."""
+    """Keys stored with heads before the batch give the outputs of contiguous keys."""
     recipe = RECIPES["matrix"]
-    x = alike(generate.inputs(recipe, T=6))
+    x = similar_keys(generate.inputs(recipe, T=6))
     head_major = x.k.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)
     cuts = list(range(1, 6))
     with torch.no_grad():
@@ -144,9 +142,9 @@ def test_decoded_tokens_with_keys_of_other_strides() -> None:
 
 
 def test_memories_over_kernels_in_pieces() -> None:
-    """What they keep grows; the open batch stands in the buffer all the same."""
+    """Their stored rows grow, and the open batch is in the buffer."""
     recipe = RECIPES["matrix"].replace(features=rc.features.Exponential())
-    x = alike(generate.inputs(recipe, T=11))
+    x = similar_keys(generate.inputs(recipe, T=11))
     y, _ = generate.run_recall(recipe, x)
     y2, _ = generate.run_recall(
         without(recipe), scaled(x, recipe.algorithm.batch_size), engine="reference"
@@ -156,9 +154,9 @@ def test_memories_over_kernels_in_pieces() -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_every_way_of_running_it_agrees(recipe: rc.Recipe) -> None:
+def test_all_execution_modes_agree(recipe: rc.Recipe) -> None:
     def x(T: int) -> generate.Inputs:
-        return alike(engines.inputs_for(recipe, B=2, T=T, K=4, V=4))
+        return similar_keys(engines.inputs_for(recipe, B=2, T=T, K=4, V=4))
 
     engines.check_chunks_and_splits(recipe, x(11), "auto")
     engines.check_handover(recipe, x(11), "auto")
@@ -170,9 +168,9 @@ def test_every_way_of_running_it_agrees(recipe: rc.Recipe) -> None:
     engines.check_strides(recipe, x(7), "auto")
 
 
-def test_rows_that_have_come_differently_far() -> None:
+def test_rows_at_different_positions() -> None:
     recipe = RECIPES["momentum"]
-    x = alike(generate.inputs(recipe, T=13))
+    x = similar_keys(generate.inputs(recipe, T=13))
     starts = (2, 7)
     states = [
         generate.run_recall(recipe, x.select_row(row).slice_tokens(0, start))[1]
@@ -196,7 +194,7 @@ def test_rows_that_have_come_differently_far() -> None:
 
 def test_second_derivatives() -> None:
     recipe = RECIPES["momentum"]
-    x = alike(generate.inputs(recipe, B=1, T=5, H=1, K=3, V=3))
+    x = similar_keys(generate.inputs(recipe, B=1, T=5, H=1, K=3, V=3))
 
     def slope(lowered: bool) -> Tensor:
         k = x.k.clone().requires_grad_()
@@ -215,17 +213,19 @@ def test_keys_of_zeros_and_of_any_length() -> None:
     k[0, 3] = 0.0
     k[1, 5] *= 1e6
     k[1, 6] *= 1e-3
-    for dtype, far in ((torch.float64, 1e-9), (torch.float32, 1e-5)):
-        given = k.to(dtype).requires_grad_()
-        r = overlap_discount(given.transpose(1, 2), MAX_OVERLAP).transpose(1, 2)
-        torch.testing.assert_close(r.double(), definition(k, 9 + MAX_OVERLAP), rtol=far, atol=far)
+    for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 1e-5)):
+        keys = k.to(dtype).requires_grad_()
+        r = overlap_discount(keys.transpose(1, 2), MAX_OVERLAP).transpose(1, 2)
+        torch.testing.assert_close(
+            r.double(), definition(k, 9 + MAX_OVERLAP), rtol=tolerance, atol=tolerance
+        )
         assert r[0, 3] == 1
-        (g,) = torch.autograd.grad(r.sum(), given)
+        (g,) = torch.autograd.grad(r.sum(), keys)
         assert g.isfinite().all()
 
 
 @pytest.mark.parametrize("b", [2, 8, 16, 32, 64])
-def test_equal_keys_stay_below_the_limit_and_orthogonal_ones_take_all(b: int) -> None:
+def test_rates_of_equal_and_orthogonal_keys(b: int) -> None:
     n = min(b, MAX_OVERLAP)
     taken = overlap_discount(torch.ones(b, 3, dtype=torch.float64), n).sum() / n
     assert abs(float(taken) - (1 - (1 - 1 / n) ** b)) < 1e-12
@@ -234,7 +234,7 @@ def test_equal_keys_stay_below_the_limit_and_orthogonal_ones_take_all(b: int) ->
 
 @pytest.mark.parametrize("share", [0.5, 1.0])
 @pytest.mark.parametrize("b", [8, 32])
-def test_a_repeated_token_is_never_overshot_beyond_its_error(b: int, share: float) -> None:
+def test_error_of_a_repeated_token_never_grows(b: int, share: float) -> None:
     """4,096 times one association: (1 − 2 s (1 − (1 − 1/n)^b))^m of its error after m batches."""
     n = min(b, MAX_OVERLAP)
     step = GD(batch_size=b, normalized_steps=True, batch_overlap="measured", lr=2 * share / n)
@@ -242,15 +242,16 @@ def test_a_repeated_token_is_never_overshot_beyond_its_error(b: int, share: floa
     k, v = torch.randn(2, 1, 1, 1, 4, generator=draw, dtype=torch.float64)
     k, v = (torch.nn.functional.normalize(k, dim=-1).expand(1, 4096, 1, 4), v.expand(1, 4096, 1, 4))
     y, _ = rc.recall(rc.Recipe(algorithm=step), k, k, v)
-    far = ((y - v).norm(dim=-1) / v.norm(dim=-1)).flatten()
-    assert far.max() <= 1 + 1e-6
-    left_of_it = abs(1 - 2 * share * (1 - (1 - 1 / n) ** b))
+    relative_error = ((y - v).norm(dim=-1) / v.norm(dim=-1)).flatten()
+    assert relative_error.max() <= 1 + 1e-6
+    ratio = abs(1 - 2 * share * (1 - (1 - 1 / n) ** b))
     batches = torch.arange(4096 // b, dtype=torch.float64)
-    expected = left_of_it**batches * abs(1 - 2 * share / n)  # the first token of each has written
-    torch.testing.assert_close(far[::b], expected, rtol=1e-3, atol=1e-6)
+    # the first token of each batch has been written
+    expected = ratio**batches * abs(1 - 2 * share / n)
+    torch.testing.assert_close(relative_error[::b], expected, rtol=1e-3, atol=1e-6)
 
 
-def test_a_layer_states_its_share_of_it() -> None:
+def test_layer_states_its_multiple_of_the_limit() -> None:
     for b, n in ((4, 4), (16, 8), (64, 8)):
         recipe = rc.Recipe(
             memory=DEEP, algorithm=GD(batch_size=b, normalized_steps=True, batch_overlap="measured")
@@ -267,7 +268,7 @@ def test_a_layer_states_its_share_of_it() -> None:
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
 def test_modes(mode: type) -> None:
     recipe = RECIPES["momentum"]
-    x = alike(generate.inputs(recipe, T=9))
+    x = similar_keys(generate.inputs(recipe, T=9))
     y, _ = generate.run_recall(recipe, x)
     with mode():
         _, state = generate.run_recall(recipe, x.slice_tokens(0, 5))
@@ -289,12 +290,12 @@ def test_modes(mode: type) -> None:
         (Unrated(), "it declares none: give it a field lr"),
     ],
 )
-def test_what_does_not_add_up_is_refused(algorithm: rc.Algorithm, why: str) -> None:
+def test_nonlinear_steps_are_refused(algorithm: rc.Algorithm, why: str) -> None:
     with pytest.raises(rc.RecipeError, match=why):
         rc.Recipe(memory=DEEP, algorithm=algorithm)
 
 
-def test_it_is_told() -> None:
+def test_explain_states_the_measured_limit() -> None:
     write = rc.explain(RECIPES["momentum"], full=True).write_equations
     assert "η_t r_t ρ_t" in write[0]
     assert "r_t = max(0, u_t),   u_t = 1 − Σ_j |cos(k_t, k_j)| u_j / 4" in write[1]

@@ -66,7 +66,7 @@ def test_outputs_are_gated_and_summed(num_kv_heads: int, gate: str) -> None:
 
 
 def test_heads_that_share_queries_and_keys() -> None:
-    """Head h has query j of its group, and value j of its own memory."""
+    """Head h has query j of its group, and value j of its memory."""
     module, x = layer(4, key_group_size=2, qk_affine=True), tokens()
     inputs = module.memory_inputs(x)
     q, k = inputs.q.unflatten(2, (2, 2, N)), inputs.k.unflatten(2, (2, 2))
@@ -78,7 +78,7 @@ def test_heads_that_share_queries_and_keys() -> None:
     assert first.shape == separate(x)[0].shape
 
 
-def test_it_starts_as_a_mean() -> None:
+def test_starts_as_a_mean() -> None:
     module = layer(4)
     module.reset_parameters()
     assert module.mimo.values.eq(1 / N).all() and module.mimo.outputs.eq(1 / N).all()
@@ -86,7 +86,7 @@ def test_it_starts_as_a_mean() -> None:
     assert layer(4, output_gate="none").mimo.gates is None
 
 
-def test_its_cost_counts_the_queries() -> None:
+def test_cost_counts_the_queries() -> None:
     spec = layer(2).memory_spec
     assert (spec.num_kv_heads, spec.num_heads) == (2, HEADS * N)
     assert rc.LayerOptions.from_dict(spec.options.to_dict()) == spec.options

@@ -1,4 +1,4 @@
-"""Bad input: one clear sentence each, or a correct empty answer."""
+"""Bad input gives one clear sentence or a correct empty result."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ ALL = {
 
 
 def refuse(match: str, recipe: rc.Recipe, x: generate.Inputs, **options: Any) -> None:
-    """The call raises one sentence that holds ``match``."""
+    """Check that the call raises one sentence that matches ``match``."""
     with pytest.raises((rc.RecipeError, ValueError), match=match) as caught:
         generate.run_recall(recipe, x, **options)
     message = str(caught.value)
@@ -197,7 +197,7 @@ def test_states_that_do_not_fit() -> None:
     refuse("the state is on meta", GATED, y, state=away)
 
 
-def test_deep_memories_ask_for_init() -> None:
+def test_deep_memories_require_init() -> None:
     x = dataclasses.replace(generate.inputs(DEEP), init=None)
     refuse("needs initial_memory.*never learns", DEEP, x)
 
@@ -337,7 +337,7 @@ CONTRADICTIONS: dict[str, tuple[str, Callable[[], Any]]] = {
 
 
 def _greedy() -> rc.bias.Bias:
-    """A bias that asks for a number which the algorithm owns."""
+    """Return a bias with a number that belongs to the algorithm."""
 
     @rc.member
     class Greedy(rc.bias.Bias):
@@ -366,7 +366,7 @@ def test_residual_memories_need_equal_sizes() -> None:
     refuse("Vector.*F = 4 and V = 3", vector, dataclasses.replace(matrix, init=None))
 
 
-# -- correct empty answers ---------------------------------------------------------------------
+# -- correct empty results ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", ["auto", "reference"])
@@ -379,7 +379,7 @@ def test_no_tokens_change_nothing(name: str, method: str) -> None:
     assert y.shape == (2, 0, 4, 4)
     outputs, final_state = generate.run_recall(recipe, x, state=state, engine=method)
     expected, expected_state = generate.run_recall(recipe, x, engine=method)
-    # A copy of an initial memory may be laid out in another way, and rounds in another.
+    # A copy of an initial memory can have another layout, and rounds differently.
     torch.testing.assert_close(outputs, expected, atol=1e-12, rtol=1e-12)
     y, same = generate.run_recall(recipe, empty, state=final_state, engine=method)
     assert y.shape == (2, 0, 4, 4)
@@ -420,7 +420,7 @@ def test_one_token(name: str, method: str) -> None:
 
 @pytest.mark.parametrize("method", ["auto", "reference"])
 @pytest.mark.parametrize("name", ALL)
-def test_poison_under_the_mask_stays_there(name: str, method: str) -> None:
+def test_masked_values_have_no_effect(name: str, method: str) -> None:
     recipe = ALL[name]
     x = generate.inputs(recipe, T=6)
     mask = torch.tensor([[0, 1, 1, 0, 1, 0], [1, 1, 1, 1, 0, 0]])
@@ -441,12 +441,13 @@ def test_poison_under_the_mask_stays_there(name: str, method: str) -> None:
 @pytest.mark.parametrize("method", ["auto", "reference"])
 @pytest.mark.parametrize("name", ALL)
 def test_inference_mode(name: str, method: str) -> None:
-    """Whole, continued, and read in inference mode; continued outside it from such a state."""
+    """A call, its continuation and a read in inference mode; then a continuation outside it."""
     recipe = ALL[name]
     x = generate.inputs(recipe, T=6)
     expected, _ = generate.run_recall(recipe, x, engine=method)
     with torch.inference_mode():
-        inside = x.map_tensors(torch.clone)  # made in inference mode, as a model's activations are
+        # made in inference mode, like the activations of a model
+        inside = x.map_tensors(torch.clone)
         y, _ = generate.run_recall(recipe, inside, engine=method)
         first, state = generate.run_recall(recipe, inside.slice_tokens(0, 4), engine=method)
         second, _ = generate.run_recall(
@@ -457,21 +458,21 @@ def test_inference_mode(name: str, method: str) -> None:
     assert torch.equal(y, expected)
     assert (
         generate.relative_error(torch.cat([first, second], 1), expected) < 1e-10
-    )  # regrouped sums
+    )  # sums in another order
     with torch.no_grad():
         outside, _ = generate.run_recall(recipe, x.slice_tokens(4, 6), state=state, engine=method)
     assert generate.relative_error(outside, expected[:, 4:]) < 1e-10
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_no_graph_is_kept_where_nobody_asked(name: str) -> None:
+def test_no_graph_without_gradients(name: str) -> None:
     recipe = ALL[name]
     y, state = generate.run_recall(recipe, generate.inputs(recipe, T=4), engine="reference")
     assert not y.requires_grad
     assert not any(a.requires_grad for a in state.tensors())
 
 
-# -- what an independent reader tried ----------------------------------------------------------
+# -- invalid states, masks and values ----------------------------------------------------------
 
 
 def test_reading_another_recipes_state_is_refused() -> None:
@@ -496,11 +497,11 @@ def test_a_mask_of_other_numbers_than_0_and_1_is_refused(value: float) -> None:
 
 
 @pytest.mark.parametrize("name", ["q", "v", "lr"])
-def test_infinities_are_refused_with_their_place(name: str) -> None:
-    given = {x: torch.randn(1, 3, 1, 4) for x in ("q", "k", "v")} | {"lr": torch.rand(1, 3, 1)}
-    given[name][0, 1] = float("inf")
+def test_error_names_the_position_of_an_infinity(name: str) -> None:
+    inputs = {x: torch.randn(1, 3, 1, 4) for x in ("q", "k", "v")} | {"lr": torch.rand(1, 3, 1)}
+    inputs[name][0, 1] = float("inf")
     with pytest.raises(ValueError, match="has an infinity at row 0, token 1"):
-        rc.recall(rc.Recipe(), given["q"], given["k"], given["v"], {"lr": given["lr"]})
+        rc.recall(rc.Recipe(), inputs["q"], inputs["k"], inputs["v"], {"lr": inputs["lr"]})
 
 
 UNREAD: dict[str, tuple[str, str, float]] = {
@@ -511,11 +512,11 @@ UNREAD: dict[str, tuple[str, str, float]] = {
     "a ridge": ("mesa_net", "ridge", torch.inf),
     "a query of features that vanish": ("normalized_linear_attention", "q", -torch.inf),
 }
-"""Numbers that outputs may not need: a preset, and the tensor whose first number is replaced."""
+"""Numbers that outputs may not depend on: a preset, and the tensor with the replaced number."""
 
 
 @pytest.mark.parametrize("what", UNREAD)
-def test_every_engine_refuses_what_an_output_does_not_need(what: str) -> None:
+def test_every_engine_checks_unused_values(what: str) -> None:
     preset, name, value = UNREAD[what]
     recipe = rc.zoo.get(preset).recipe
     x = dataclasses.replace(generate.inputs(recipe, B=1, T=3, H=1, K=4, V=4), init=None)
@@ -534,7 +535,7 @@ def test_an_initial_memory_to_read_is_finite() -> None:
             rc.read(rc.Recipe(), q, initial_memory=torch.full((1, 4, 4), value))
 
 
-def test_decays_that_forget_everything_are_legal() -> None:
+def test_full_decays_are_legal() -> None:
     x = generate.inputs(GATED)
     x.gates["log_decay"][:, 2] = -torch.inf
     for method in ("auto", "reference"):
@@ -543,7 +544,7 @@ def test_decays_that_forget_everything_are_legal() -> None:
 
 
 @pytest.mark.parametrize("recipe", [3, None, rc.bias.L2()])
-def test_what_is_no_recipe_is_refused(recipe: object) -> None:
+def test_invalid_recipes_are_refused(recipe: object) -> None:
     q = torch.randn(1, 3, 1, 4)
     with pytest.raises(rc.RecipeError, match=r"rc\.recall takes an rc\.Recipe, or the name"):
         rc.recall(recipe, q, q, q)  # type: ignore[arg-type]
@@ -551,7 +552,7 @@ def test_what_is_no_recipe_is_refused(recipe: object) -> None:
         rc.read(recipe, q, initial_memory=torch.zeros(1, 4, 4))  # type: ignore[arg-type]
 
 
-def test_states_that_are_none_are_refused() -> None:
+def test_invalid_states_are_refused() -> None:
     recipe = rc.Recipe()
     q, gates = torch.randn(1, 3, 1, 4), {"lr": torch.rand(1, 3, 1)}
     _, state = rc.recall(recipe, q, q, q, gates)
@@ -568,7 +569,7 @@ def test_states_that_are_none_are_refused() -> None:
         plain(torch.randn(1, 3, 8), layer(torch.randn(1, 3, 8))[1])
 
 
-ASKED: dict[str, Callable[[Any], object]] = {
+FUNCTIONS: dict[str, Callable[[Any], object]] = {
     "cost": rc.cost,
     "cost by keyword": lambda x: rc.cost(recipe=x),
     "select": lambda x: rc.select_engine(x).engine.name,
@@ -584,30 +585,33 @@ ASKED: dict[str, Callable[[Any], object]] = {
 }
 
 
-@pytest.mark.parametrize("what", sorted(ASKED.keys() - {"noise", "kernel"}))  # these are drawn
-def test_a_name_or_a_preset_stands_for_its_recipe(what: str) -> None:
+@pytest.mark.parametrize("what", sorted(FUNCTIONS.keys() - {"noise", "kernel"}))  # these are random
+def test_name_or_preset_replaces_its_recipe(what: str) -> None:
     preset = rc.zoo.get("delta_net")
     expected, *result = (
-        _said(ASKED[what], given) for given in (preset.recipe, "delta_net", preset)
+        _result_or_message(FUNCTIONS[what], argument)
+        for argument in (preset.recipe, "delta_net", preset)
     )
     assert result == [expected, expected]
 
 
-def _said(ask: Callable[[Any], object], given: object) -> str:
-    """What comes of it, or why nothing does."""
+def _result_or_message(function: Callable[[Any], object], recipe: object) -> str:
+    """Return the result or the message of the error."""
     torch.manual_seed(0)
     try:
-        return repr(ask(given))
+        return repr(function(recipe))
     except rc.RecipeError as error:
         return str(error)
 
 
-@pytest.mark.parametrize("given", [None, 3, rc.bias.L2(), "deltanet"])
-@pytest.mark.parametrize("what", ASKED)
-def test_what_states_no_recipe_is_refused(what: str, given: object) -> None:
-    match = "did you mean delta_net" if given == "deltanet" else r"takes an rc\.Recipe, or the name"
+@pytest.mark.parametrize("argument", [None, 3, rc.bias.L2(), "deltanet"])
+@pytest.mark.parametrize("what", FUNCTIONS)
+def test_other_arguments_are_refused(what: str, argument: object) -> None:
+    match = (
+        "did you mean delta_net" if argument == "deltanet" else r"takes an rc\.Recipe, or the name"
+    )
     with pytest.raises(rc.RecipeError, match=match):
-        ASKED[what](given)
+        FUNCTIONS[what](argument)
 
 
 def test_names_of_pytorch_and_transformers_are_taken() -> None:
@@ -622,7 +626,7 @@ def test_names_of_pytorch_and_transformers_are_taken() -> None:
     assert torch.equal(y, rc.recall(recipe, q, k, v)[0])
 
 
-def test_near_names_are_refused_with_the_right_one() -> None:
+def test_error_suggests_the_right_name() -> None:
     with pytest.raises(TypeError, match=r"Window takes its arguments by name, .* Window\(size="):
         rc.context.Window(4)  # type: ignore[misc]
     q = torch.randn(1, 4, 2, 3)

@@ -1,4 +1,4 @@
-"""The notebooks of `examples/` run from top to bottom, and hold the outputs of their cells.
+"""The notebooks of `examples/` run from top to bottom, and contain the outputs of their cells.
 
 `python tests/test_notebooks.py` runs them and stores the outputs.
 """
@@ -21,7 +21,7 @@ TRAIN = ("compare_honestly",)
 
 
 def run(source: str, names: dict[str, Any]) -> object:
-    """Run a cell as a notebook does, and return the value of its last expression."""
+    """Run a cell like a notebook, and return the value of its last expression."""
     cell = ast.parse(source)
     last = cell.body.pop() if cell.body and isinstance(cell.body[-1], ast.Expr) else None
     exec(compile(cell, "<cell>", "exec"), names)
@@ -32,7 +32,7 @@ def run(source: str, names: dict[str, Any]) -> object:
 
 
 def executed(page: dict[str, Any]) -> dict[str, Any]:
-    """The notebook after a run from top to bottom in the working folder."""
+    """Return the notebook after a run from top to bottom in the working folder."""
     names: dict[str, Any] = {}
     cells, count = [], 0
     for cell in page["cells"]:
@@ -57,7 +57,7 @@ def executed(page: dict[str, Any]) -> dict[str, Any]:
 
 
 def texts(page: dict[str, Any]) -> list[dict[str, str]]:
-    """The outputs of every code cell, with 0 in place of numbers, which depend on the machine."""
+    """Return the outputs of every code cell, with 0 in place of machine-dependent numbers."""
 
     def masked(text: str) -> str:
         numbers = r"\d[\d.,]*(e[+-]?\d+)?|\binf\b|–"

@@ -1,4 +1,4 @@
-"""Layer options: data that survives JSON, and refuses what has no meaning."""
+"""Layer options are data that survives JSON, and meaningless options are refused."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_every_presets_options_survive_json(name: str) -> None:
     assert LayerOptions.from_dict(json.loads(json.dumps(options.to_dict()))) == options
 
 
-def test_gates_are_kept_in_one_order_so_that_equal_options_are_equal() -> None:
+def test_order_of_gate_options_does_not_matter() -> None:
     a, b = GateOptions(rank=4), GateOptions(init=0.1)
     assert LayerOptions(gate_options={"x": a, "y": b}) == LayerOptions(
         gate_options={"y": b, "x": a}
@@ -49,7 +49,7 @@ def test_gates_are_kept_in_one_order_so_that_equal_options_are_equal() -> None:
     assert replace(LayerOptions(gate_options={"x": a}), conv_size=2).gate("x") == a
 
 
-def test_no_convolution_is_said_in_two_ways() -> None:
+def test_no_convolution_has_two_spellings() -> None:
     assert LayerOptions(conv_size=None) == LayerOptions(conv_size=0)  # type: ignore[arg-type]
 
 
@@ -114,15 +114,15 @@ def test_bad_options_are_refused_by_name(make: object, says: str) -> None:
 
 
 def nested(levels: int) -> list[object]:
-    """Lists in lists."""
+    """Return nested lists."""
     data: list[object] = []
     for _ in range(levels):
         data = [data]
     return data
 
 
-def test_a_number_held_for_all_tokens_cannot_come_of_the_input() -> None:
-    # Only a member that takes 'input' is advised to be given it.
+def test_constant_number_cannot_depend_on_the_input() -> None:
+    # Only a member that accepts 'input' is advised to use it.
     def layer(algorithm: rc.algorithm.Algorithm, name: str) -> rc.MemoryLayer:
         options = LayerOptions(gate_options={name: GateOptions(source="input")})
         return rc.MemoryLayer(16, 2, rc.Recipe(algorithm=algorithm), options)

@@ -1,6 +1,6 @@
-"""A user's member whose code breaks its contract: one sentence at the first call.
+"""A user's member whose code breaks its contract gives one sentence at the first call.
 
-And arguments that nothing takes: the nearest name there is.
+Unknown arguments are refused with the nearest name.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from recollect.choices import member as registry
 
 
 @pytest.fixture(autouse=True)
-def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names that these tests register are free again after each."""
+def unregister(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unregister the members of these tests after each."""
     monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
 
 
@@ -38,7 +38,7 @@ def first_call(cls: type[Any]) -> torch.Tensor:
 
 
 def refused(cls: type[Any], says: str) -> None:
-    """Refused by its first call, and by `check_member`, in one sentence each."""
+    """Check that the first call and `check_member` refuse the member in one sentence each."""
     with pytest.raises(rc.RecipeError) as error:
         first_call(cls)
     is_one_sentence(str(error.value))
@@ -58,7 +58,7 @@ def refused_by_contract(cls: type[Any], says: str) -> None:
     [(4, 4), None, 5, ((4, 2.5),), ((4, -1),), (), ("ab",), "ab", torch.Size([4, 4])],
     ids=repr,
 )
-def test_shapes_that_are_none(stated: object) -> None:
+def test_invalid_shapes(stated: object) -> None:
     says = "OwnMap.shapes must return one tuple of sizes for each of its weights"
     refused(memory(shapes=lambda self, F, V: stated), says)
 
@@ -69,12 +69,12 @@ def test_shapes_that_are_wrong_at_other_sizes_only() -> None:
         rc.MemoryLayer(16, 2, rc.Recipe(memory=cls()))
 
 
-def test_lists_are_shapes_too() -> None:
+def test_lists_are_shapes() -> None:
     assert first_call(memory(shapes=lambda self, F, V: [[V, F]])).shape == (1, 3, 16)
 
 
 @pytest.mark.parametrize(
-    ("gives", "found"),
+    ("gives", "message"),
     [
         (lambda y: torch.cat([y, y], -1), "("),
         (lambda y: y[..., :1], "("),
@@ -82,12 +82,12 @@ def test_lists_are_shapes_too() -> None:
         (lambda y: None, "NoneType"),
     ],
 )
-def test_an_output_of_the_wrong_size(gives: Callable[..., Any], found: str) -> None:
+def test_an_output_of_the_wrong_size(gives: Callable[..., Any], message: str) -> None:
     cls = memory(forward=lambda self, weights, x, raw, params: gives(x @ weights[0].mT))
     refused(
         cls, "OwnMap.forward must return a tensor [B, H, N, V]: expected a tensor of shape (1, "
     )
-    with pytest.raises(rc.RecipeError, match=re.escape(f"not {found}")):
+    with pytest.raises(rc.RecipeError, match=re.escape(f"not {message}")):
         first_call(cls)
 
 
@@ -143,7 +143,7 @@ def test_features_of_another_number_than_declared() -> None:
     refused_by_contract(cls, "OwnLift declares dim(4) = 4, and phi gives 8 features")
 
 
-def test_numbers_that_nobody_declared() -> None:
+def test_undeclared_numbers() -> None:
     def loss(self: Any, prediction: Any, value: Any, gates: Any) -> Any:
         return (gates["sharp"] * (prediction - value) ** 2).sum(-1)
 
@@ -164,7 +164,7 @@ def test_numbers_that_nobody_declared() -> None:
     refused_by_contract(cls, f"OwnPhi.phi {says}")
 
 
-def test_a_declared_number_is_no_fault() -> None:
+def test_declared_number_is_accepted() -> None:
     def loss(self: Any, prediction: Any, value: Any, gates: Any) -> Any:
         return (gates["sharp"] * (prediction - value) ** 2).sum(-1)
 
@@ -172,7 +172,7 @@ def test_a_declared_number_is_no_fault() -> None:
     assert rc.member(type("OwnSharp", (rc.bias.Bias,), body))().brief == "OwnSharp()"
 
 
-def test_a_bias_that_states_nothing() -> None:
+def test_bias_without_a_loss() -> None:
     refused(rc.member(type("OwnNothing", (rc.bias.Bias,), {})), "must override loss or error")
 
 
@@ -190,7 +190,7 @@ def test_a_bias_that_states_nothing() -> None:
         (lambda: rc.Recipe(rc.memory.MLP()), "takes its arguments by name, such as Recipe(memory"),
     ],
 )
-def test_arguments_that_nothing_takes(make: Callable[[], object], says: str) -> None:
+def test_unknown_arguments(make: Callable[[], object], says: str) -> None:
     with pytest.raises(TypeError) as error:
         make()
     assert says in str(error.value)
@@ -207,10 +207,10 @@ def test_the_nearest_argument_of_a_configuration_and_of_data() -> None:
         rc.Recipe.from_dict(data)
 
 
-@pytest.mark.parametrize("given", [rc.bias, rc.bias.L2, "l2", None], ids=repr)
-def test_what_to_pass_for_a_choice_is_a_member(given: object) -> None:
+@pytest.mark.parametrize("argument", [rc.bias, rc.bias.L2, "l2", None], ids=repr)
+def test_choice_must_be_a_member(argument: object) -> None:
     with pytest.raises(rc.RecipeError, match=r"must be a member such as rc.bias.L2\(\), not"):
-        rc.Recipe(bias=given)  # type: ignore[arg-type]
+        rc.Recipe(bias=argument)  # type: ignore[arg-type]
 
 
 def test_a_memory_that_needs_several_channels() -> None:
@@ -222,7 +222,7 @@ def test_a_memory_that_needs_several_channels() -> None:
     assert y.shape == (1, 3, 64)
 
 
-def test_a_member_with_a_way_of_its_own_to_be_made_keeps_it() -> None:
+def test_member_keeps_its_constructor() -> None:
     @rc.member
     class Powered(rc.bias.Bias):
         exponent: float = rc.fields.number(2.0)

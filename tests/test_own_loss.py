@@ -1,4 +1,4 @@
-"""Results of a user's loss: shapes are checked at each call, the rest by `check_member`."""
+"""Results of a user's loss: shapes are checked at each call, other properties by `check_member`."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ ERRORS: dict[str, tuple[str, Any]] = {
 
 
 def _bias(name: str, function: Any) -> type[rc.bias.Bias]:
-    def own(self: rc.bias.Bias, prediction: Tensor, value: Tensor, gates: Values) -> Any:
+    def method(self: rc.bias.Bias, prediction: Tensor, value: Tensor, gates: Values) -> Any:
         return function(prediction, value)
 
-    return rc.member(type("OwnReturn", (rc.bias.Bias,), {name: own, "__module__": __name__}))
+    return rc.member(type("OwnReturn", (rc.bias.Bias,), {name: method, "__module__": __name__}))
 
 
 def _refused(name: str, function: Any, match: str) -> None:
-    """Refused by `check_member`, and if only the shape is wrong by the first call."""
+    """Check that `check_member` refuses the bias, and for a wrong shape the first call."""
     bias = _bias(name, function)()
     with pytest.raises((rc.RecipeError, AssertionError), match=match) as caught:
         check_user_code(bias)
@@ -70,23 +70,23 @@ def _refused(name: str, function: Any, match: str) -> None:
 
 
 @pytest.mark.parametrize("what", LOSSES)
-def test_a_loss_that_is_none_is_refused(what: str) -> None:
+def test_invalid_loss_is_refused(what: str) -> None:
     match, function = LOSSES[what]
     _refused("loss", function, match)
 
 
 @pytest.mark.parametrize("what", ERRORS)
-def test_an_error_that_is_none_is_refused(what: str) -> None:
+def test_invalid_error_is_refused(what: str) -> None:
     match, function = ERRORS[what]
     _refused("error", function, match)
 
 
 def test_a_wrong_signature_is_refused() -> None:
-    def own(self: rc.bias.Bias, prediction: Tensor, value: Tensor) -> Tensor:
+    def loss(self: rc.bias.Bias, prediction: Tensor, value: Tensor) -> Tensor:
         return (prediction - value).square().sum(-1)
 
     with pytest.raises(rc.RecipeError, match=r"must take \(prediction, value, gates\), not \(pred"):
-        type("TwoArguments", (rc.bias.Bias,), {"loss": own, "__module__": __name__})
+        type("TwoArguments", (rc.bias.Bias,), {"loss": loss, "__module__": __name__})
 
 
 def test_a_loss_for_one_number_of_channels() -> None:
@@ -113,7 +113,7 @@ def test_a_mean_over_the_batch_is_refused_by_every_engine(
         layer(torch.randn(2, 3, 8))
 
 
-def test_numbers_are_handed_inside_their_ranges() -> None:
+def test_numbers_are_inside_their_ranges() -> None:
     @rc.member
     class Ranged(rc.bias.Bias):
         low = rc.quantity("input", above=0, below=1, init=0.5)

@@ -1,4 +1,4 @@
-"""A state is its own: no tensor of the caller stands in it, and nothing stale is taken from it."""
+"""A state owns its tensors: it shares none with the caller, and stale caches are ignored."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def same(a: Tensor, b: Tensor) -> None:
     torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
 
 
-def test_a_factor_of_another_ridge_was_taken() -> None:
+def test_factor_of_another_ridge_is_ignored() -> None:
     def regression(ridge: float) -> rc.Recipe:
         return rc.Recipe(
             features=rc.features.Gaussian(),
@@ -33,7 +33,8 @@ def test_a_factor_of_another_ridge_was_taken() -> None:
         )
 
     _, state = recall(regression(1.0), 0, 4)
-    other, state = regression(0.1), replace(state, recipe_id=None)  # a marked one is refused
+    # a state with a recipe id is refused
+    other, state = regression(0.1), replace(state, recipe_id=None)
     expected, _ = recall(other, 4, 6, state=state, engine="reference")
     same(recall(other, 4, 6, state=state)[0], expected)
     same(rc.read(other, Q[:, 4:], state=state), rc.read(other, Q[:, 4:], state=bare(state)))
@@ -44,7 +45,7 @@ def bare(state: rc.State) -> rc.State:
 
 
 @torch.no_grad()
-def test_features_trained_in_place_left_old_ones_in_the_cache() -> None:
+def test_features_trained_in_place_invalidate_the_cache() -> None:
     recipe = rc.Recipe(
         features=rc.features.LearnedRelu(),
         algorithm=rc.algorithm.GradientDescent(lr=0.3, batch_size=4),
@@ -64,7 +65,7 @@ def test_features_trained_in_place_left_old_ones_in_the_cache() -> None:
     same(recall(recipe, 2, 3, params=params, state=state, engine="deep")[0], expected)
 
 
-def test_recipes_whose_numbers_have_one_hash_are_told_apart() -> None:
+def test_recipes_with_equal_hashes_differ() -> None:
     assert hash(-1.0) == hash(-2.0)
     from recollect.functional.binding import bind
 
@@ -89,7 +90,7 @@ def test_recipes_whose_numbers_have_one_hash_are_told_apart() -> None:
 
 
 @torch.no_grad()
-def test_a_cache_of_keys_was_the_callers_own() -> None:
+def test_cache_of_keys_is_a_copy() -> None:
     recipe = rc.zoo.get("softmax_attention").recipe
     k, v = K[:, :4].clone(), V[:, :4].clone()
     _, state = rc.recall(recipe, Q[:, :4], k, v)
@@ -98,7 +99,7 @@ def test_a_cache_of_keys_was_the_callers_own() -> None:
     assert torch.equal(recall(recipe, 4, 6, state=state)[0], expected)
 
 
-def test_a_cache_made_without_gradient_asks_for_none() -> None:
+def test_cache_without_gradients_requires_none() -> None:
     k = K[:, :4].clone().requires_grad_()
     with torch.no_grad():
         _, state = rc.recall(rc.zoo.get("softmax_attention").recipe, Q[:, :4], k, V[:, :4])
@@ -108,7 +109,7 @@ def test_a_cache_made_without_gradient_asks_for_none() -> None:
 
 @pytest.mark.parametrize("tokens", [0, 1])
 @torch.no_grad()
-def test_an_initial_memory_was_the_state_itself(tokens: int) -> None:
+def test_state_copies_the_initial_memory(tokens: int) -> None:
     recipe = rc.Recipe(
         memory=rc.memory.MLP(residual=False),
         algorithm=rc.algorithm.GradientDescent(lr=0.1, batch_size=4),
@@ -121,7 +122,7 @@ def test_an_initial_memory_was_the_state_itself(tokens: int) -> None:
     assert torch.equal(recall(recipe, tokens, 6, state=state)[0], expected)
 
 
-def test_a_layer_keeps_no_prompt_alive_and_no_recipe_loose() -> None:
+def test_layer_frees_prompts_and_recipes() -> None:
     layer = rc.zoo.get("gated_delta_net").build(d_model=16, num_heads=2)
     _, state = layer(torch.randn(1, 500, 16))
     assert state.conv.untyped_storage().nbytes() == state.conv.numel() * 4
@@ -129,7 +130,7 @@ def test_a_layer_keeps_no_prompt_alive_and_no_recipe_loose() -> None:
         layer.recipe = rc.Recipe()
 
 
-def test_a_first_call_in_inference_mode_left_a_layer_untrainable() -> None:
+def test_layer_trains_after_a_first_call_in_inference_mode() -> None:
     layer = rc.zoo.get("mamba2").build(d_model=16, num_heads=2)
     x = torch.randn(1, 5, 16)
     with torch.inference_mode():
@@ -161,7 +162,7 @@ def test_a_first_call_in_inference_mode_left_a_layer_untrainable() -> None:
         (lambda: layer()(torch.randn(1, 3, 8), cu_seqlens=[0, 3]), "cu_seqlens must be a tensor"),
     ],
 )  # fmt: skip
-def test_arguments_are_refused_in_a_sentence(call: object, says: str) -> None:
+def test_invalid_arguments_are_refused(call: object, says: str) -> None:
     with pytest.raises((ValueError, rc.RecipeError), match=says) as refused:
         call()
     assert len(str(refused.value)) < 400
@@ -174,7 +175,7 @@ def layer() -> rc.MemoryLayer:
     return rc.MemoryLayer(8, 2, rc.Recipe())
 
 
-def test_the_precision_of_a_state_is_kept_or_asked_for() -> None:
+def test_precision_of_a_state() -> None:
     _, state = recall(rc.Recipe(), 0, 6, gates=LR)
     wide = rc.read(rc.Recipe(), Q.double(), state=state)
     same(wide.float(), rc.read(rc.Recipe(), Q, state=state))
@@ -184,7 +185,7 @@ def test_the_precision_of_a_state_is_kept_or_asked_for() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the scripting compiler
-def test_a_loss_whose_signature_nobody_knows_is_taken() -> None:
+def test_loss_with_an_unknown_signature_is_accepted() -> None:
     @rc.member
     class Scripted(rc.bias.Bias):
         loss = staticmethod(torch.jit.script(_squares))

@@ -1,4 +1,4 @@
-"""Every preset and member has an entry in each of the places that `CONTRIBUTING.md` lists."""
+"""Every preset and member has an entry in each of the files that `CONTRIBUTING.md` lists."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MEMBERS = [
 
 
 def missing(places: tuple[Place, ...], title: str, *subject: object) -> str:
-    """The list of places, with the missing ones marked; empty if none is missing."""
+    """Return the list of files, with the missing ones marked; empty if none is missing."""
     marks = [place.has_entry(*subject) for place in places]
     if all(marks):
         return ""
@@ -56,7 +56,7 @@ def test_the_page_lists_the_places(heading: str, places: tuple[Place, ...]) -> N
 
 
 def test_a_preset_without_entries_is_reported_with_the_list() -> None:
-    """The report names every place, and marks those without an entry."""
+    """The report names every file, and marks those without an entry."""
     preset = replace(rc.zoo.get("gla"), name="unlisted_net", family="unlisted")
     report = missing(PRESET, "the preset unlisted_net", preset)
     assert all(str(place) in report for place in PRESET)

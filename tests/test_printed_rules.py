@@ -1,4 +1,4 @@
-"""The rule that an explanation prints, evaluated as it is printed, gives the outputs of the layer.
+"""The rule that an explanation prints, evaluated as printed, gives the outputs of the layer.
 
 The evaluator reads the printed lines only: products, sums, transposes, norms and the functions that
 the lines name. It shares no formula with the library.
@@ -91,7 +91,7 @@ NAME = re.compile(r"[A-Za-zα-ω]+(?:_\((?:t-1|t,j-1|t,j)\)|_tj|_t|°)?(?!\w*\()
 
 
 def evaluate(text: str, names: dict[str, Any]) -> Any:
-    """The number that an expression of an equation stands for."""
+    """Return the value of an expression of an equation."""
 
     def named(match: re.Match[str]) -> str:
         name = match[0].removesuffix("ᵀ")
@@ -113,7 +113,7 @@ def evaluate(text: str, names: dict[str, Any]) -> Any:
 
 
 def functions_of(legend: list[str]) -> dict[str, Any]:
-    """Functions that the legend defines, such as soft(z, τ)."""
+    """Return functions that the legend defines, such as soft(z, τ)."""
     functions: dict[str, Any] = {}
     for line in legend:
         match = re.fullmatch(r"(\w+)\((\w), (\w)\) = (.*)", line)
@@ -132,7 +132,7 @@ def functions_of(legend: list[str]) -> dict[str, Any]:
 
 
 def printed_outputs(recipe: rc.Recipe, inputs: dict[str, Tensor], T: int) -> Tensor:
-    """Outputs [T, V] of one head by the printed rule, from a memory of zeros."""
+    """Return outputs [T, V] of one head by the printed rule, from a memory of zeros."""
     printed = rc.explain(recipe)
     blocks = (printed.write_equations, printed.read_equations, printed.symbols)
     write, read, legend = ([line.replace("−", "-") for line in block] for block in blocks)
@@ -142,7 +142,7 @@ def printed_outputs(recipe: rc.Recipe, inputs: dict[str, Tensor], T: int) -> Ten
     rules = dict(x.split(" = ", 1) for x in equations)
     moves = {x: y for x, y in rules.items() if x.endswith(new)}
     start = rules.get("W°", "").partition(": A at the start")[0]
-    reads = next((x for x in read if x.startswith("W_t: ")), "")  # how W moves inside a batch
+    reads = next((x for x in read if x.startswith("W_t: ")), "")  # updates of W inside a batch
     names: dict[str, Any] = {"functions": functions_of(legend)}
 
     def of_token(t: int, suffix: str, j: int | None = None) -> dict[str, Symbol]:
@@ -257,7 +257,7 @@ def test_the_printed_rule_gives_the_outputs(case: str) -> None:
 
 
 def test_the_error_is_taken_with_the_current_threshold() -> None:
-    """At τ of the token that is written, not of the token before: 0.5, 1.0 and not 0.5, 1.5."""
+    """τ is that of the written token, not of the token before: 0.5, 1.0 and not 0.5, 1.5."""
     recipe = R(retention=SOFT, algorithm=Descent(lr=1.0))
     one, tau = torch.ones(1, 2, 1, 1).double(), torch.tensor([0.5, 0.0]).double()
     y, _ = rc.recall(recipe, one, one, one, {"tau": tau.view(1, 2, 1)})

@@ -1,8 +1,8 @@
-"""The reference against the equations of the framework, written out again as plain loops.
+"""The reference against the equations of the framework, written out as plain loops.
 
-Nothing here calls the library for its own expectation: each oracle is the recurrence of
-the definition or the paper's own form, on one head. Both sides are float64, so they differ by the
-order of a few hundred roundings: 1e-10 is generous, and any wrong term is of order 0.1.
+No expectation uses the library: each oracle is the recurrence of the definition, or the paper's
+form, on one head. Both sides are float64 and differ by a few hundred rounding errors: 1e-10 is
+generous, and a wrong term is of order 0.1.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ALPHA = uniform(0.5, 1.0, T, seed=6)
 THETA = uniform(0.0, 0.9, T, seed=7)
 
 
-def ask(
+def recall(
     recipe: rc.Recipe,
     *,
     init: Tensor | list[Tensor] | None = START,
@@ -52,7 +52,7 @@ def ask(
     causal: bool = True,
     **gates: Tensor,
 ) -> Tensor:
-    """Outputs ``[T, V]`` of one row and one head; inputs and gates have no such axes."""
+    """Return outputs ``[T, V]`` of one row and one head; inputs and gates have no such axes."""
     state = [init.unsqueeze(0)] if isinstance(init, Tensor) else init and [a[None] for a in init]
     y, _ = rc.recall(
         recipe,
@@ -68,8 +68,8 @@ def ask(
     return y[0, :, 0]
 
 
-def same(found: Tensor, expected: list[Tensor]) -> None:
-    torch.testing.assert_close(found, torch.stack(expected), **TOL)
+def check(actual: Tensor, expected: list[Tensor]) -> None:
+    torch.testing.assert_close(actual, torch.stack(expected), **TOL)
 
 
 def outer(a: Tensor, b: Tensor) -> Tensor:
@@ -81,13 +81,13 @@ def test_delta_rule() -> None:
     for t in range(T):
         W = W @ (torch.eye(K).double() - LR[t] * outer(X[t], X[t])) + LR[t] * outer(Y[t], X[t])
         expected.append(W @ Q[t])
-    same(ask(rc.Recipe(), lr=LR), expected)
+    check(recall(rc.Recipe(), lr=LR), expected)
 
 
 def test_linear_attention() -> None:
     expected = [START @ Q[t] + sum(Y[i] * (X[i] @ Q[t]) for i in range(t + 1)) for t in range(T)]
     recipe = rc.Recipe(bias=rc.bias.DotProduct(), algorithm=rc.algorithm.GradientDescent(lr=1.0))
-    same(ask(recipe), expected)
+    check(recall(recipe), expected)
 
 
 def test_gated_delta_rule_decays_before_the_error() -> None:
@@ -97,7 +97,7 @@ def test_gated_delta_rule_decays_before_the_error() -> None:
         W = W + LR[t] * outer(Y[t], X[t])
         expected.append(W @ Q[t])
     recipe = rc.Recipe(retention=rc.retention.Decay(when="before"))
-    same(ask(recipe, lr=LR, log_decay=ALPHA.log()), expected)
+    check(recall(recipe, lr=LR, log_decay=ALPHA.log()), expected)
 
 
 def test_ttr_38_to_41_map_one_decay_order_to_the_other() -> None:
@@ -105,23 +105,23 @@ def test_ttr_38_to_41_map_one_decay_order_to_the_other() -> None:
 
     With when="before", W_t = α_t W_{t−1}(I − β_t k kᵀ) + β_t v kᵀ. Put A_t = W_t · α_{t+1}: then
     A_t = α_{t+1} A_{t−1} − (α_{t+1} β_t)(A_{t−1} k − v) kᵀ, which is the leaky LMS with decay
-    α_{t+1} and step α_{t+1} β_t, begun at α_1 W_0.
+    α_{t+1} and step α_{t+1} β_t, from α_1 W_0.
     """
     following = torch.cat([ALPHA[1:], torch.ones(1).double()])  # α_{T+1} is free
     initial = rc.Recipe(retention=rc.retention.Decay(when="before"))
     later = rc.Recipe(retention=rc.retention.Decay(when="after"))
-    y = ask(initial, lr=LR, log_decay=ALPHA.log())
-    twin = ask(later, init=ALPHA[0] * START, lr=following * LR, log_decay=following.log())
+    y = recall(initial, lr=LR, log_decay=ALPHA.log())
+    twin = recall(later, init=ALPHA[0] * START, lr=following * LR, log_decay=following.log())
     torch.testing.assert_close(twin / following[:, None], y, **TOL)
 
 
-@pytest.mark.parametrize("when", ["after", "before"])
-def test_momentum_decay_and_window(when: str) -> None:
+@pytest.mark.parametrize("order", ["after", "before"])
+def test_momentum_decay_and_window(order: str) -> None:
     c = 3
     gamma = uniform(0.0, 0.5, T, c, seed=8)
     A, S, expected = START, torch.zeros(V, K).double(), []
     for t in range(T):
-        at = ALPHA[t] * A if when == "before" else A
+        at = ALPHA[t] * A if order == "before" else A
         g = torch.zeros(V, K).double()
         for m in range(min(c, t + 1)):
             i = t - m
@@ -131,11 +131,11 @@ def test_momentum_decay_and_window(when: str) -> None:
         expected.append(A @ Q[t])
     recipe = rc.Recipe(
         context=rc.context.Window(size=c),
-        retention=rc.retention.Decay(when=when),
+        retention=rc.retention.Decay(when=order),
         algorithm=rc.algorithm.Momentum(),
     )
-    result = ask(recipe, lr=LR, momentum=THETA, log_decay=ALPHA.log(), window=gamma)
-    same(result, expected)
+    result = recall(recipe, lr=LR, momentum=THETA, log_decay=ALPHA.log(), window=gamma)
+    check(result, expected)
 
 
 def test_momentum_on_the_write_only() -> None:
@@ -145,7 +145,7 @@ def test_momentum_on_the_write_only() -> None:
         W = W - LR[t] * outer(W @ X[t], X[t]) + C
         expected.append(W @ Q[t])
     recipe = rc.Recipe(algorithm=rc.algorithm.Momentum(momentum_on="value"))
-    same(ask(recipe, lr=LR, momentum=THETA), expected)
+    check(recall(recipe, lr=LR, momentum=THETA), expected)
 
 
 def test_inner_batches_take_gradients_at_their_start() -> None:
@@ -159,11 +159,11 @@ def test_inner_batches_take_gradients_at_their_start() -> None:
     recipe = rc.Recipe(
         retention=rc.retention.Decay(), algorithm=rc.algorithm.GradientDescent(batch_size=b)
     )
-    same(ask(recipe, lr=LR, log_decay=ALPHA.log()), expected)
+    check(recall(recipe, lr=LR, log_decay=ALPHA.log()), expected)
 
 
 def test_windows_cross_inner_batches() -> None:
-    """All of a window's gradients are at the current W°, also those of the previous batch."""
+    """All gradients of a window are at the current W°, also those of the previous batch."""
     b, c = 3, 2
     A, W0, expected = START, START, []
     for t in range(T):
@@ -176,7 +176,7 @@ def test_windows_cross_inner_batches() -> None:
         context=rc.context.Window(size=c, gated=False),
         algorithm=rc.algorithm.GradientDescent(batch_size=b),
     )
-    same(ask(recipe, lr=LR), expected)
+    check(recall(recipe, lr=LR), expected)
 
 
 def test_mlp_with_a_gradient_by_hand() -> None:
@@ -203,7 +203,7 @@ def test_mlp_with_a_gradient_by_hand() -> None:
     recipe = rc.Recipe(
         memory=rc.memory.MLP(expansion=2), algorithm=rc.algorithm.GradientDescent(batch_size=b)
     )
-    same(ask(recipe, init=init, v=v, lr=LR), expected)
+    check(recall(recipe, init=init, v=v, lr=LR), expected)
 
 
 def orthogonal(S: Tensor, steps: int) -> Tensor:
@@ -218,8 +218,8 @@ def orthogonal(S: Tensor, steps: int) -> Tensor:
 
 
 @pytest.mark.parametrize("scale", ["outside", "inside"])
-@pytest.mark.parametrize("every", ["token", "batch"])
-def test_muon(scale: str, every: str) -> None:
+@pytest.mark.parametrize("update_every", ["token", "batch"])
+def test_muon(scale: str, update_every: str) -> None:
     b = 3
     A, S, W0, expected = START, torch.zeros(V, K).double(), START, []
     a_bar, lr_sum = 1.0, 0.0
@@ -229,7 +229,7 @@ def test_muon(scale: str, every: str) -> None:
         g = outer(W0 @ X[t] - Y[t], X[t])
         S = THETA[t] * S - (LR[t] * g if scale == "inside" else g)
         a_bar, lr_sum = a_bar * ALPHA[t], lr_sum + LR[t]
-        if every == "token":
+        if update_every == "token":
             A = ALPHA[t] * A + (LR[t] if scale == "outside" else 1.0) * orthogonal(S, 5)
             expected.append(A @ Q[t])
         else:
@@ -238,13 +238,13 @@ def test_muon(scale: str, every: str) -> None:
                 A = a_bar * A + (lr_sum / b if scale == "outside" else 1.0) * orthogonal(S, 5)
     recipe = rc.Recipe(
         retention=rc.retention.Decay(),
-        algorithm=rc.algorithm.Muon(batch_size=b, lr_position=scale, update_every=every),
+        algorithm=rc.algorithm.Muon(batch_size=b, lr_position=scale, update_every=update_every),
     )
-    same(ask(recipe, lr=LR, momentum=THETA, log_decay=ALPHA.log()), expected)
+    check(recall(recipe, lr=LR, momentum=THETA, log_decay=ALPHA.log()), expected)
 
 
 def test_mean_over_the_open_batch_is_ttts_matrix() -> None:
-    """W̃ = W° − C G with C = diag(τ) tril(1) diag(lr), the last batch being a partial one."""
+    """W̃ = W° − C G with C = diag(τ) tril(1) diag(lr); the last batch is partial."""
     b = 4
     offset = 0.3 * normal(b, seed=12)
     offset[1] = -2.0  # τ is clamped at 0
@@ -261,7 +261,7 @@ def test_mean_over_the_open_batch_is_ttts_matrix() -> None:
     recipe = rc.Recipe(
         algorithm=rc.algorithm.GradientDescent(batch_size=b, reduction="mean", offset="learned")
     )
-    same(ask(recipe, lr=LR, params={"offset": offset}), expected)
+    check(recall(recipe, lr=LR, params={"offset": offset}), expected)
 
 
 def test_simplex_in_inner_batches() -> None:
@@ -282,12 +282,12 @@ def test_simplex_in_inner_batches() -> None:
         retention=rc.retention.Simplex(scale=c, decay=rc.retention.Decay(), link_every="batch"),
         algorithm=rc.algorithm.GradientDescent(batch_size=b),
     )
-    same(ask(recipe, lr=LR, log_decay=ALPHA.log()), expected)
+    check(recall(recipe, lr=LR, log_decay=ALPHA.log()), expected)
 
 
 @pytest.mark.parametrize("form", ["mirror", "as_published"])
-@pytest.mark.parametrize("every", ["batch", "token"])
-def test_lq_in_inner_batches(form: str, every: str) -> None:
+@pytest.mark.parametrize("link_every", ["batch", "token"])
+def test_lq_in_inner_batches(form: str, link_every: str) -> None:
     b, q = 3, 4.0
 
     def link(A: Tensor) -> Tensor:
@@ -301,12 +301,12 @@ def test_lq_in_inner_batches(form: str, every: str) -> None:
             W0 = W = link(A)
         step = -LR[t] * outer(W0 @ X[t] - Y[t], X[t])
         A, W = A + step, W + step
-        expected.append((W if every == "batch" else link(A)) @ Q[t])
+        expected.append((W if link_every == "batch" else link(A)) @ Q[t])
     recipe = rc.Recipe(
-        retention=rc.retention.Lq(q=q, form=form, link_every=every),
+        retention=rc.retention.Lq(q=q, form=form, link_every=link_every),
         algorithm=rc.algorithm.GradientDescent(batch_size=b),
     )
-    same(ask(recipe, lr=LR), expected)
+    check(recall(recipe, lr=LR), expected)
 
 
 def test_proximal_elastic_net_is_rebuilt_from_w() -> None:
@@ -319,7 +319,7 @@ def test_proximal_elastic_net_is_rebuilt_from_w() -> None:
     recipe = rc.Recipe(
         retention=rc.retention.ElasticNet(form="proximal", decay=rc.retention.Decay())
     )
-    same(ask(recipe, lr=LR, tau=tau, log_decay=ALPHA.log()), expected)
+    check(recall(recipe, lr=LR, tau=tau, log_decay=ALPHA.log()), expected)
 
 
 def test_delta_product() -> None:
@@ -337,7 +337,7 @@ def test_delta_product() -> None:
         retention=rc.retention.Decay(when="before"),
         algorithm=rc.algorithm.GradientDescent(updates_per_token=n),
     )
-    same(ask(recipe, k=k, v=v, lr=lr, log_decay=ALPHA.log()), expected)
+    check(recall(recipe, k=k, v=v, lr=lr, log_decay=ALPHA.log()), expected)
 
 
 @pytest.mark.parametrize("rate", [0.4, "learned"])
@@ -351,7 +351,7 @@ def test_delta_product_with_one_rate_for_all(rate: float | str) -> None:
         expected.append(W @ Q[t])
     recipe = rc.Recipe(algorithm=rc.algorithm.GradientDescent(updates_per_token=n, lr=rate))
     params = {"lr": torch.tensor(0.4, dtype=torch.float64)} if rate == "learned" else None
-    same(ask(recipe, k=k, v=v, params=params), expected)
+    check(recall(recipe, k=k, v=v, params=params), expected)
 
 
 def test_rwkv7() -> None:
@@ -367,7 +367,7 @@ def test_rwkv7() -> None:
         retention=rc.retention.Decay(per="key"),
         algorithm=rc.algorithm.GradientDescent(lr=1.0),
     )
-    same(ask(recipe, probe=kappa, erase=a, log_decay=w.log()), expected)
+    check(recall(recipe, probe=kappa, erase=a, log_decay=w.log()), expected)
 
 
 def test_probe_written_at_the_key() -> None:
@@ -377,7 +377,7 @@ def test_probe_written_at_the_key() -> None:
         A = A - rate[t] * outer(A @ w[t], X[t]) + LR[t] * outer(Y[t], X[t])
         expected.append(A @ Q[t])
     recipe = rc.Recipe(bias=rc.bias.L2(probe=rc.bias.Probe(write="key")))
-    same(ask(recipe, probe=w, erase=rate, lr=LR), expected)
+    check(recall(recipe, probe=w, erase=rate, lr=LR), expected)
 
 
 def test_normalised_read() -> None:
@@ -395,12 +395,12 @@ def test_normalised_read() -> None:
         bias=rc.bias.DotProduct(),
         retention=rc.retention.Decay(),
     )
-    same(ask(recipe, init=None, lr=LR, log_decay=ALPHA.log()), expected)
+    check(recall(recipe, init=None, lr=LR, log_decay=ALPHA.log()), expected)
 
 
-@pytest.mark.parametrize("when", ["after", "before"])
+@pytest.mark.parametrize("order", ["after", "before"])
 @pytest.mark.parametrize("size", [1.0, 30.0])
-def test_mlstm_floor_without_its_stabiliser(when: str, size: float) -> None:
+def test_mlstm_floor_without_its_stabiliser(order: str, size: float) -> None:
     """y = num / max(|den|, 1) in the unscaled memory; large gates would overflow float32 only."""
     log_i = size * normal(T, seed=20)
     top, below, expected = torch.zeros(V, K).double(), torch.zeros(K).double(), []
@@ -408,19 +408,19 @@ def test_mlstm_floor_without_its_stabiliser(when: str, size: float) -> None:
         old = top @ Q[t], below @ Q[t]
         top = ALPHA[t] * top + log_i[t].exp() * outer(Y[t], X[t])
         below = ALPHA[t] * below + log_i[t].exp() * X[t]
-        num, den = old if when == "before" else (top @ Q[t], below @ Q[t])
+        num, den = old if order == "before" else (top @ Q[t], below @ Q[t])
         expected.append(num / den.abs().clamp_min(1.0))
     recipe = rc.Recipe(
-        memory=rc.memory.Matrix(read=rc.memory.Read(normalize="floor", when=when)),
+        memory=rc.memory.Matrix(read=rc.memory.Read(normalize="floor", when=order)),
         bias=rc.bias.DotProduct(),
         retention=rc.retention.Decay(),
         algorithm=rc.algorithm.GradientDescent(lr="log_input"),
     )
-    same(ask(recipe, init=None, log_lr=log_i, log_decay=ALPHA.log()), expected)
+    check(recall(recipe, init=None, log_lr=log_i, log_decay=ALPHA.log()), expected)
 
 
 def test_mlstm_stabiliser_saves_float32() -> None:
-    """Gates of e^±300 overflow float32 unless rescaled; float64 holds them as they are.
+    """Gates of e^±300 overflow float32 unless rescaled, and not float64.
 
     A log gate of size 300 has an error of 3e-5 in float32, which the exponential passes on.
     """
@@ -431,8 +431,8 @@ def test_mlstm_stabiliser_saves_float32() -> None:
         algorithm=rc.algorithm.GradientDescent(lr="log_input"),
     )
     log_i, log_f = 100 * normal(T, seed=20), -100 * uniform(0, 1, T, seed=6)
-    exact = ask(recipe, init=None, log_lr=log_i, log_decay=log_f)
-    single = ask(
+    exact = recall(recipe, init=None, log_lr=log_i, log_decay=log_f)
+    single = recall(
         recipe,
         init=None,
         q=Q.float(),
@@ -457,7 +457,7 @@ def test_rwkv6_reads_before_the_write_with_a_bonus() -> None:
         retention=rc.retention.Decay(per="key"),
         algorithm=rc.algorithm.GradientDescent(lr=1.0),
     )
-    same(ask(recipe, log_decay=w.log(), params={"bonus": u}), expected)
+    check(recall(recipe, log_decay=w.log(), params={"bonus": u}), expected)
 
 
 def _optimised(make: Callable[[list[Tensor]], torch.optim.Optimizer]) -> list[Tensor]:
@@ -473,13 +473,13 @@ def _optimised(make: Callable[[list[Tensor]], torch.optim.Optimizer]) -> list[Te
 def test_adam_is_torchs() -> None:
     rule = rc.algorithm.Adam(lr=0.05, beta1=0.8, beta2=0.95)
     twin = _optimised(lambda p: torch.optim.Adam(p, lr=0.05, betas=(0.8, 0.95), eps=1e-8))
-    same(ask(rc.Recipe(algorithm=rule)), twin)
+    check(recall(rc.Recipe(algorithm=rule)), twin)
 
 
 def test_rmsprop_is_torchs() -> None:
     rule = rc.algorithm.RMSProp(lr=0.05, decay_rate=0.9)
     twin = _optimised(lambda p: torch.optim.RMSprop(p, lr=0.05, alpha=0.9, eps=1e-8))
-    same(ask(rc.Recipe(algorithm=rule)), twin)
+    check(recall(rc.Recipe(algorithm=rule)), twin)
 
 
 def test_prefix_takes_full_batch_steps_from_the_origin() -> None:
@@ -491,21 +491,21 @@ def test_prefix_takes_full_batch_steps_from_the_origin() -> None:
         for _ in range(steps):
             g = torch.zeros(V, K).double()
             for i in range(t + 1):
-                far = ALPHA[i + 1 : t + 1].prod() * weight[i]
-                g = g + far * outer(W @ X[i] - Y[i], X[i])
+                factor = ALPHA[i + 1 : t + 1].prod() * weight[i]
+                g = g + factor * outer(W @ X[i] - Y[i], X[i])
             W = W - LR[t] * g
         expected.append(W @ Q[t])
     recipe = rc.Recipe(
         context=rc.context.Prefix(decay="input", weight="input"),
         algorithm=rc.algorithm.GradientDescent(updates_per_token=steps),
     )
-    same(ask(recipe, lr=LR, log_decay=ALPHA.log(), weight=weight), expected)
+    check(recall(recipe, lr=LR, log_decay=ALPHA.log(), weight=weight), expected)
 
 
 def test_linear_attention_is_one_full_batch_step_on_least_squares() -> None:
     full = rc.Recipe(context=rc.context.Prefix(), algorithm=rc.algorithm.GradientDescent(lr=1.0))
     linear = rc.Recipe(bias=rc.bias.DotProduct(), algorithm=rc.algorithm.GradientDescent(lr=1.0))
-    torch.testing.assert_close(ask(full, init=None), ask(linear, init=None), **TOL)
+    torch.testing.assert_close(recall(full, init=None), recall(linear, init=None), **TOL)
 
 
 def test_softmax_attention() -> None:
@@ -518,7 +518,7 @@ def test_softmax_attention() -> None:
         context=rc.context.KernelWeighted(),
         algorithm=rc.algorithm.Analytic(),
     )
-    same(ask(recipe, init=None), expected)
+    check(recall(recipe, init=None), expected)
 
 
 def test_longhorn_and_nlms_solve_for_their_association() -> None:
@@ -529,8 +529,8 @@ def test_longhorn_and_nlms_solve_for_their_association() -> None:
         lhs = torch.eye(K).double() + LR[t] * outer(k[t], k[t])
         W = torch.linalg.solve(lhs, (W + LR[t] * outer(Y[t], k[t])).T).T
         expected.append(W @ Q[t])
-    same(ask(rc.Recipe(algorithm=rc.algorithm.Implicit()), k=k, lr=LR), expected)
-    stored = ask(rc.Recipe(algorithm=rc.algorithm.NLMS()), k=k, q=k)
+    check(recall(rc.Recipe(algorithm=rc.algorithm.Implicit()), k=k, lr=LR), expected)
+    stored = recall(rc.Recipe(algorithm=rc.algorithm.NLMS()), k=k, q=k)
     torch.testing.assert_close(stored, Y, **TOL)
 
 
@@ -545,7 +545,7 @@ def test_the_flow_is_the_limit_of_small_steps() -> None:
         flow = torch.linalg.matrix_exp(LR[t] * generator)
         W = (torch.cat([W, Y[t][:, None]], -1) @ flow)[:, :K]
         expected.append(W @ Q[t])
-    same(ask(rc.Recipe(algorithm=rc.algorithm.Flow()), k=k, lr=LR), expected)
+    check(recall(rc.Recipe(algorithm=rc.algorithm.Flow()), k=k, lr=LR), expected)
 
 
 def test_channel_decays_and_rates() -> None:
@@ -560,8 +560,8 @@ def test_channel_decays_and_rates() -> None:
         retention=rc.retention.Decay(per="key_value"),
         algorithm=rc.algorithm.GradientDescent(per="value"),
     )
-    result = ask(recipe, lr=lr, log_decay=columns.log(), log_decay_value=rows.log())
-    same(result, expected)
+    result = recall(recipe, lr=lr, log_decay=columns.log(), log_decay_value=rows.log())
+    check(result, expected)
 
 
 def test_channel_decay_in_an_mlp() -> None:
@@ -582,8 +582,8 @@ def test_channel_decay_in_an_mlp() -> None:
         maps[2] = rows[t][:, None] * maps[2] * column
         h = functional.gelu(maps[1] @ functional.gelu(maps[0] @ Q[t]))
         expected.append(maps[2] @ h)
-    result = ask(recipe, init=init, log_decay=columns.log(), log_decay_value=rows.log())
-    same(result, expected)
+    result = recall(recipe, init=init, log_decay=columns.log(), log_decay_value=rows.log())
+    check(result, expected)
 
 
 def test_read_equals_the_last_output() -> None:
@@ -600,23 +600,23 @@ def test_read_equals_the_last_output() -> None:
     torch.testing.assert_close(first[0, :, 0], Q @ START.T, **TOL)
 
 
-def test_reading_after_everything_is_memorised() -> None:
+def test_read_after_all_tokens() -> None:
     recipe = rc.Recipe(bias=rc.bias.DotProduct(), algorithm=rc.algorithm.GradientDescent(lr=1.0))
     W = START + sum(outer(Y[t], X[t]) for t in range(T))
-    torch.testing.assert_close(ask(recipe, causal=False), Q @ W.T, **TOL)
+    torch.testing.assert_close(recall(recipe, causal=False), Q @ W.T, **TOL)
     softmax = rc.Recipe(
         memory=rc.memory.LocalConstant(),
         context=rc.context.KernelWeighted(),
         algorithm=rc.algorithm.Analytic(),
     )
     weights = (Q @ X.T / math.sqrt(K)).softmax(-1)
-    torch.testing.assert_close(ask(softmax, init=None, causal=False), weights @ Y, **TOL)
+    torch.testing.assert_close(recall(softmax, init=None, causal=False), weights @ Y, **TOL)
 
 
 @pytest.mark.parametrize("method", ["reference", "linear"])
 @pytest.mark.parametrize("rate", [None, 1.0, 0.5])
-def test_a_floor_without_a_decay_forgot_its_scale(rate: float | None, method: str) -> None:
-    """y = C q / max(|n·q|, 1) with steps e^(log η): nothing decays, and the scale still moves."""
+def test_floor_without_a_decay(rate: float | None, method: str) -> None:
+    """y = C q / max(|n·q|, 1) with steps e^(log η): without a decay the scale still changes."""
     memory_decay = rc.retention.Keep() if rate is None else rc.retention.Decay(alpha=rate)
     recipe = rc.Recipe(
         memory=rc.memory.Matrix(read=rc.memory.Read(normalize="floor")),
@@ -650,7 +650,7 @@ def test_float64_inputs_widen_a_float32_state(name: str, method: str) -> None:
     assert generate.relative_error(y, expected) < 1e-10
 
 
-def test_reading_afterwards_took_one_association_per_token() -> None:
+def test_read_after_several_associations_per_token() -> None:
     """Kernel rows of several associations per token are read after all of them too."""
     recipe = rc.Recipe(
         features=rc.features.Gaussian(), algorithm=rc.algorithm.GradientDescent(updates_per_token=2)
@@ -673,7 +673,7 @@ def test_query_heads_share_memories() -> None:
         torch.testing.assert_close(y[:, :, head : head + 1], single, **TOL)
 
 
-def test_a_name_or_what_has_a_recipe_will_do() -> None:
+def test_recall_accepts_names_and_objects_with_a_recipe() -> None:
     preset = rc.zoo.get("delta_net")
     layer = preset.build(8, 2)
     q, k, v = (normal(1, T, 2, K, seed=seed) for seed in (40, 41, 42))
@@ -685,7 +685,7 @@ def test_a_name_or_what_has_a_recipe_will_do() -> None:
         assert torch.equal(rc.read(stated, q, state=later), rc.read(preset.recipe, q, state=state))
 
 
-def test_a_state_is_made_of_one_memory_per_sequence() -> None:
+def test_state_has_one_memory_per_sequence() -> None:
     recipe = rc.zoo.get("gated_delta_net").recipe
     q, k = functional.normalize(torch.randn(2, 3, 5, 2, 4), dim=-1)
     v, memory = torch.randn(3, 5, 2, 6), torch.randn(3, 2, 6, 4)

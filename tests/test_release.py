@@ -1,4 +1,4 @@
-"""What is released: one number, complete archives, and a wheel whose core needs torch alone."""
+"""A release has one version, complete archives, and a wheel whose core needs torch alone."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def build(kinds: tuple[str, ...], source: Path, out: Path) -> None:
 
 @pytest.fixture(scope="module")
 def archives(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The wheel and the source distribution, built from this tree without a network."""
+    """Build the wheel and the source distribution from this tree without a network."""
     pytest.importorskip("hatchling", reason="hatchling is not installed, so nothing is built")
     out = tmp_path_factory.mktemp("dist")
     build(("-t", "wheel", "-t", "sdist"), ROOT, out)
@@ -77,8 +77,8 @@ def archives(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="module")
-def alone(archives: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An environment with the wheel, torch and what torch needs, and nothing else."""
+def core_environment(archives: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return an environment with the wheel, torch and torch's requirements, and nothing else."""
     home = tmp_path_factory.mktemp("alone")
     result = run(sys.executable, "-m", "venv", "--without-pip", home)
     assert result.returncode == 0, result.stderr
@@ -94,7 +94,7 @@ def alone(archives: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory)
 
 
 def needed(name: str) -> list[str]:
-    """A distribution and all that it needs here, without extras."""
+    """Return a distribution and its installed requirements, without extras."""
     from packaging.requirements import Requirement
 
     result: list[str] = []
@@ -112,12 +112,12 @@ def needed(name: str) -> list[str]:
 
 
 def link(name: str, site: Path) -> None:
-    """Put an installed distribution's packages and modules into another environment."""
+    """Link an installed distribution's packages and modules into another environment."""
     files = metadata.files(name) or []
     for top in {file.parts[0] for file in files if file.parts[0] not in ("..", "__pycache__")}:
-        here = Path(str(metadata.distribution(name).locate_file(top)))
-        if here.exists() and not (site / top).exists():
-            (site / top).symlink_to(here)
+        target = Path(str(metadata.distribution(name).locate_file(top)))
+        if target.exists() and not (site / top).exists():
+            (site / top).symlink_to(target)
 
 
 def test_the_version_has_one_source_and_follows_the_last_release() -> None:
@@ -126,7 +126,7 @@ def test_the_version_has_one_source_and_follows_the_last_release() -> None:
     pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
     assert "version" not in pyproject["project"] and pyproject["project"]["dynamic"] == ["version"]
     source = (ROOT / pyproject["tool"]["hatch"]["version"]["path"]).read_text("utf-8")
-    assert f'\n__version__ = "{rc.__version__}"\n' in source  # no metadata is asked for it
+    assert f'\n__version__ = "{rc.__version__}"\n' in source  # no metadata is needed
     cited = re.search(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text("utf-8"), re.M)
     headings = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.M)
     releases = [heading for heading in headings if heading != "Unreleased"]
@@ -137,7 +137,7 @@ def test_the_version_has_one_source_and_follows_the_last_release() -> None:
     assert Version(rc.__version__).is_devrelease == unreleased
 
 
-def test_the_distribution_has_a_name_of_its_own(archives: tuple[Path, Path]) -> None:
+def test_distribution_has_a_distinct_name(archives: tuple[Path, Path]) -> None:
     """Another project holds `recollect` on the package index, with an import of that name."""
     for archive in archives:
         assert archive.name.startswith(f"recollect_layers-{rc.__version__}")
@@ -156,7 +156,7 @@ def test_the_distribution_has_a_name_of_its_own(archives: tuple[Path, Path]) -> 
 
 
 def test_the_addresses_of_the_project_are_set() -> None:
-    """Until they are, every run of the tests names the placeholders; a release fails."""
+    """Until they are set, every test run names the placeholders, and a release fails."""
     from packaging.version import Version
 
     from addresses import project_urls
@@ -187,16 +187,18 @@ def test_the_supported_pythons_are_named() -> None:
     assert f"a schema number, today {SCHEMA}." in rows[next(row for row in rows if "config" in row)]
 
 
-def test_the_wheel_holds_the_package_and_nothing_else(archives: tuple[Path, Path]) -> None:
+def test_wheel_contains_the_package_only(archives: tuple[Path, Path]) -> None:
     with zipfile.ZipFile(archives[0]) as wheel:
-        held = {name for name in wheel.namelist() if ".dist-info/" not in name}
-        told = wheel.read(next(n for n in wheel.namelist() if n.endswith("METADATA"))).decode()
+        files = {name for name in wheel.namelist() if ".dist-info/" not in name}
+        metadata_text = wheel.read(
+            next(n for n in wheel.namelist() if n.endswith("METADATA"))
+        ).decode()
     tree = {
         path.relative_to(SRC).as_posix()
         for path in SRC.rglob("*")
         if path.is_file() and "__pycache__" not in path.parts and path.suffix != ".pyc"
     }
-    assert held == tree
+    assert files == tree
     for data in (
         "recollect/py.typed",
         "recollect/page/static/page.html",
@@ -206,14 +208,14 @@ def test_the_wheel_holds_the_package_and_nothing_else(archives: tuple[Path, Path
         "recollect/experiments/framework/published/atlas_table2.csv",
         "recollect_command.py",
     ):
-        assert data in held, data
-    needs = re.findall(r"^Requires-Dist: (.+)$", told, re.M)
+        assert data in files, data
+    needs = re.findall(r"^Requires-Dist: (.+)$", metadata_text, re.M)
     assert [x for x in needs if "extra ==" not in x] == [
         "filelock>=3.32",
         "jinja2>=3.1",
         "torch>=2.9",
     ]
-    assert "License-Expression: Apache-2.0" in told
+    assert "License-Expression: Apache-2.0" in metadata_text
 
 
 def test_the_source_distribution_builds_the_same_wheel(
@@ -231,17 +233,17 @@ def test_the_source_distribution_builds_the_same_wheel(
 
 
 def contents(wheel: Path) -> dict[str, str]:
-    with zipfile.ZipFile(wheel) as held:
-        return {name: hashlib.sha256(held.read(name)).hexdigest() for name in held.namelist()}
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: hashlib.sha256(archive.read(name)).hexdigest() for name in archive.namelist()}
 
 
-def test_the_core_works_beside_torch_alone(alone: Path) -> None:
-    """Warnings are errors. How long it took is printed (`pytest -rP`), not held to a number.
+def test_core_works_with_torch_alone(core_environment: Path) -> None:
+    """Warnings are errors. The duration is printed (`pytest -rP`) and has no bound.
 
-    One warning is torch's own: `import torch` says that it found no numpy, though it requires none.
+    One warning is torch's: `import torch` warns if numpy is missing, though it requires none.
     """
     numpy = "ignore:Failed to initialize NumPy:UserWarning"
-    result = run(alone / "bin" / "python", "-W", "error", "-W", numpy, "-c", CHECK)
+    result = run(core_environment / "bin" / "python", "-W", "error", "-W", numpy, "-c", CHECK)
     print(result.stderr)
     assert result.returncode == 0, result.stderr
     assert "import recollect:" in result.stderr
@@ -250,8 +252,8 @@ def test_the_core_works_beside_torch_alone(alone: Path) -> None:
     )
 
 
-def test_without_its_extras_the_command_says_what_to_install(alone: Path) -> None:
-    result = run(alone / "bin" / "recollect", "zoo")
+def test_command_without_extras_names_the_package_to_install(core_environment: Path) -> None:
+    result = run(core_environment / "bin" / "recollect", "zoo")
     assert result.returncode == 1 and not result.stdout
     assert result.stderr.strip() == (
         "recollect's commands need typer and rich: pip install typer rich, or in its checkout "

@@ -73,7 +73,7 @@ def check_imports(path: Path) -> None:
         else:
             continue
         for module, names in imported.items():
-            if not (path.parent / f"{module}.py").exists():  # imported as a script's neighbour
+            if not (path.parent / f"{module}.py").exists():  # imported from the folder of a script
                 for name in names:
                     assert hasattr(importlib.import_module(module), name), f"{module}.{name}"
 

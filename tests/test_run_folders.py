@@ -1,4 +1,4 @@
-"""Two runs in one folder: the second one ends with a sentence, and what stands stays."""
+"""A second run in one folder ends with a sentence and changes no file."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def arguments(command: str, text: Path, out: Path) -> tuple[list[str], Path]:
-    """A command that writes, and the folder that it owns."""
+    """Return a command that writes, and its folder."""
     if command == "train":
         config = text.with_name("run.toml")
         config.write_text(PLAN.format(text=text, out=out))
@@ -54,9 +54,7 @@ def arguments(command: str, text: Path, out: Path) -> tuple[list[str], Path]:
     "command",
     ["train", *(pytest.param(x, marks=pytest.mark.slow) for x in ("compare", "rows", "reproduce"))],
 )
-def test_a_folder_that_another_run_owns_is_left_as_it_is(
-    command: str, text: Path, tmp_path: Path
-) -> None:
+def test_folder_of_another_run_is_unchanged(command: str, text: Path, tmp_path: Path) -> None:
     requested, folder = arguments(command, text, tmp_path / "out")
     with locked(folder) as holder:
         (folder / "kept.txt").write_text("of the first run")
@@ -72,7 +70,7 @@ def test_a_folder_that_another_run_owns_is_left_as_it_is(
     assert (folder / "kept.txt").read_text() == "of the first run"
 
 
-def test_the_model_of_another_plan_is_not_trained_over(text: Path, tmp_path: Path) -> None:
+def test_model_of_another_plan_is_not_overwritten(text: Path, tmp_path: Path) -> None:
     out, config = tmp_path / "out", tmp_path / "run.toml"
     config.write_text(PLAN.format(text=text, out=out).replace("save_every = 1", "save_every = 0"))
     assert RUN.invoke(build(), ["train", str(config)]).exit_code == 0

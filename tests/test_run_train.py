@@ -1,4 +1,4 @@
-"""``recollect train`` and ``recollect sizes`` as a person gives them."""
+"""``recollect train`` and ``recollect sizes`` on the command line."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ log_every = 1
 """
 
 
-def test_a_run_from_a_file_and_on(tmp_path: Path) -> None:
+def test_run_from_a_file_and_resume(tmp_path: Path) -> None:
     text, config = tmp_path / "t.txt", tmp_path / "run.toml"
     text.write_text("the memory reads at the query. " * 20)
     config.write_text(PLAN.format(text=text, out=tmp_path / "out"))
@@ -83,7 +83,7 @@ def test_a_device_is_named_on_the_command_line(tmp_path: Path) -> None:
     assert RUN.invoke(build(), ["train", str(config), "--device", "cpu"]).exit_code == 0
 
 
-def test_a_misspelled_key_leaves_with_one_sentence(tmp_path: Path) -> None:
+def test_misspelled_key_gives_one_sentence(tmp_path: Path) -> None:
     config = tmp_path / "run.toml"
     config.write_text("[data]\ntrain = 'x'\n[optimizer]\nstep = 3\n")
     result = RUN.invoke(build(), ["train", str(config)])
@@ -91,7 +91,7 @@ def test_a_misspelled_key_leaves_with_one_sentence(tmp_path: Path) -> None:
     assert "[optimizer] has no key 'step'; did you mean 'steps'?" in result.output
 
 
-def test_sizes_stand_beside_the_papers_names() -> None:
+def test_sizes_have_the_names_of_papers() -> None:
     result = RUN.invoke(build(), ["sizes", "--models", "gla"])
     assert result.exit_code == 0
     for word in ("170M", "340M", "760M", "1.3B", "0.00125", "gla"):
@@ -109,8 +109,8 @@ def test_rows_need_a_number_of_parameters(tmp_path: Path) -> None:
     assert "--rows needs --parameters" in result.output
 
 
-def test_a_loss_is_said_once_beside_the_step_it_was_measured_after() -> None:
-    """Logged every 4 of 20 steps: no line repeats the loss of another step."""
+def test_loss_is_printed_once_with_its_step() -> None:
+    """A log every 4 of 20 steps: no line repeats the loss of another step."""
     page = StringIO()
     with TrainDisplay(Console(file=page, width=200), steps=20) as display:
         news = Progress(step=0, steps=20)
@@ -121,25 +121,25 @@ def test_a_loss_is_said_once_beside_the_step_it_was_measured_after() -> None:
                 news = replace(news, loss=100.0 + step, loss_step=step)
                 display.on_progress(news)
         display.on_progress(replace(news, loss=7.0))  # the mean of the last steps
-    said = re.findall(r"step (\d+)/20  loss ([\d.]+) nats/token", page.getvalue())
-    assert said == [(str(n), f"{100 + n}.000") for n in (1, 4, 8, 12, 16, 20)]
+    printed = re.findall(r"step (\d+)/20  loss ([\d.]+) nats/token", page.getvalue())
+    assert printed == [(str(n), f"{100 + n}.000") for n in (1, 4, 8, 12, 16, 20)]
 
 
-def test_the_lines_of_a_long_run_are_some_twenty_and_none_is_stale() -> None:
+def test_long_run_prints_about_twenty_lines() -> None:
     page = StringIO()
     with TrainDisplay(Console(file=page, width=200), steps=1000) as display:
         news = Progress(step=0, steps=1000)
         for step in range(1, 1001):
             news = replace(news, step=step)
             display.on_progress(news)
-            if step == 1 or step % 30 == 0:  # no divisor of the lines' own 50
+            if step == 1 or step % 30 == 0:  # 8 does not divide the 50 of the lines
                 news = replace(news, loss=float(step), loss_step=step)
                 display.on_progress(news)
         display.on_progress(replace(news, loss=1000.0, loss_step=1000))
-    said = re.findall(r"step ([\d,]+)/1,000  loss ([\d.]+)", page.getvalue())
-    assert 15 <= len(said) <= 25
-    assert all(float(step.replace(",", "")) == float(loss) for step, loss in said)
-    assert said[-1][0] == "1,000"
+    printed = re.findall(r"step ([\d,]+)/1,000  loss ([\d.]+)", page.getvalue())
+    assert 15 <= len(printed) <= 25
+    assert all(float(step.replace(",", "")) == float(loss) for step, loss in printed)
+    assert printed[-1][0] == "1,000"
 
 
 def test_one_line_has_one_unit(tmp_path: Path) -> None:
@@ -159,12 +159,12 @@ def test_one_line_has_one_unit(tmp_path: Path) -> None:
     )
     (bits,) = re.findall(r"^bits per byte: held-out ([\d.]+)$", run.stdout, re.M)
     assert re.search(r"^step 2/2  loss [\d.]+  held-out [\d.]+ nats/token", run.stderr, re.M)
-    # Bytes are the tokens here, but for the end of a document: the units differ by log 2.
+    # Bytes are the tokens here, except for the end of a document: the units differ by log 2.
     assert float(bits) == pytest.approx(float(nats[1]) / math.log(2), rel=0.1)
 
 
 @pytest.mark.parametrize("columns", [40, 60, 80, 120])
-def test_the_bar_of_a_run_says_all_of_it_at_any_width(columns: int) -> None:
+def test_progress_bar_fits_any_width(columns: int) -> None:
     page = StringIO()
     console = Console(file=page, width=columns, force_terminal=True, color_system=None)
     with TrainDisplay(console, steps=2000) as display:
@@ -182,10 +182,10 @@ def test_the_bar_of_a_run_says_all_of_it_at_any_width(columns: int) -> None:
         page.truncate(0)
         page.seek(0)
         display.live_display.refresh()
-    said = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", page.getvalue())
-    assert "…" not in said
-    assert max(len(line.rstrip()) for line in said.splitlines()) <= columns
-    words = " ".join(said.split())
+    printed = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", page.getvalue())
+    assert "…" not in printed
+    assert max(len(line.rstrip()) for line in printed.splitlines()) <= columns
+    words = " ".join(printed.split())
     for part in ("training", "3.250", "held-out", "12,345", "25%", "matmul", "ceiling"):
-        assert part in words, (part, said)
+        assert part in words, (part, printed)
     assert "120/2000" in words.replace(" ", "")

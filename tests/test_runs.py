@@ -1,4 +1,4 @@
-"""The commands that run things, at toy sizes."""
+"""Commands that train and measure, at toy sizes."""
 
 from __future__ import annotations
 
@@ -54,16 +54,16 @@ def test_compare_trains_reports_and_prints_json(text: Path, tmp_path: Path) -> N
 
 
 def test_compare_takes_several_seeds_and_a_device(text: Path, tmp_path: Path) -> None:
-    given = ("compare", "--models", "retnet", "--text", str(text), "--out", str(tmp_path), *TINY)
-    result = invoke(*given, "--seeds", "2", "--device", "cpu", "--json")
+    command = ("compare", "--models", "retnet", "--text", str(text), "--out", str(tmp_path), *TINY)
+    result = invoke(*command, "--seeds", "2", "--device", "cpu", "--json")
     assert result.exit_code == 0, result.output
     data = json.loads(result.stdout)
     values = [run["value"] for run in data["runs"]]
-    (told,) = data["summary"]
-    assert told["seeds"] == [0, 1]
-    assert (told["min"], told["max"]) == (min(values), max(values))
+    (row,) = data["summary"]
+    assert row["seeds"] == [0, 1]
+    assert (row["min"], row["max"]) == (min(values), max(values))
     assert f"({min(values):.3f}–{max(values):.3f})" in (tmp_path / "report.html").read_text()
-    shown = invoke(*given, "--seeds", "2")
+    shown = invoke(*command, "--seeds", "2")
     assert f"({min(values):.3f}–{max(values):.3f})" in shown.stdout
     for line in ("[1/2] text: retnet, seed 0", "[2/2] text: retnet, seed 1"):
         assert line in shown.stdout
@@ -103,7 +103,7 @@ def test_compare_refuses_in_one_sentence(arguments: tuple[str, ...], says: str) 
 SMALL = ("--length", "32", "--heads", "1", "--size", "8", "--rounds", "1")
 
 
-def test_bench_times_every_case_and_stores_where_and_what(tmp_path: Path) -> None:
+def test_bench_times_every_case_and_stores_the_environment(tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
     result = invoke("bench", "--json", "--save", str(path), *SMALL)
     assert result.exit_code == 0, result.output

@@ -143,7 +143,7 @@ def test_the_script_rewrites_a_model_with_its_recipe_and_options(
     with pytest.raises(rc.RecipeError, match="has schema 1 and"):
         rc.lm.RecollectForCausalLM.from_pretrained(tmp_path)
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), str(path)])
-    script.main()  # the manifest, too: a file that was altered is refused
+    script.main()  # the manifest, too: a changed file is refused
     loaded = rc.lm.RecollectForCausalLM.from_pretrained(tmp_path)
     assert loaded.config.engine == "deep"
     assert loaded.config.recipe("titans") == model.config.recipe("titans")

@@ -1,4 +1,4 @@
-"""Rates stated as shares of the stability limit, and where initial norms and features begin."""
+"""Rates in multiples of the stability limit, and initial norms and features."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def layer(recipe: rc.Recipe, d_model: int = 16, **gates: GateOptions) -> rc.Memo
     return rc.MemoryLayer(d_model, 2, recipe, options)
 
 
-def handed(made: rc.MemoryLayer, x: Tensor) -> dict[str, Tensor]:
-    """The numbers that the memory is handed, and the share, as the projection gives it."""
-    inputs = made.memory_inputs(x)
-    return {**inputs.gates, **inputs.params, "share": made.gates["lr"](x)}
+def numbers_of(module: rc.MemoryLayer, x: Tensor) -> dict[str, Tensor]:
+    """Return the numbers of the memory, and the multiple that the projection gives."""
+    inputs = module.memory_inputs(x)
+    return {**inputs.gates, **inputs.params, "share": module.gates["lr"](x)}
 
 
 def tokens(d_model: int = 16, rows: int = 2, length: int = 6) -> Tensor:
@@ -55,7 +55,7 @@ def test_steps_within_the_limit_do_not_amplify_differences() -> None:
 
 @rc.member
 class HeadMean(rc.algorithm.Algorithm):
-    """A member of another package: its correction is one number per head."""
+    """A member of another package whose correction is one number per head."""
 
     lr: float | str = rc.quantity("input", at_least=0, init=0.5, role="rate")
     offset: float | str = rc.quantity("learned", init=0.0)
@@ -129,7 +129,7 @@ class HeadMean(rc.algorithm.Algorithm):
     ],
 )
 def test_a_share_is_a_rate_by_batch_window_and_momentum(recipe, limit) -> None:  # type: ignore[no-untyped-def]
-    numbers = handed(layer(recipe), tokens())
+    numbers = numbers_of(layer(recipe), tokens())
     torch.testing.assert_close(numbers["lr"], numbers["share"] * limit(numbers))
     assert (numbers["share"] > 0).all() and (numbers["share"] < 1).all()
 
@@ -144,7 +144,7 @@ def test_a_share_is_a_rate_by_batch_window_and_momentum(recipe, limit) -> None: 
         (rc.algorithm.GradientDescent(batch_size=4, normalized_steps=True, lr=0.1), False),
     ],
 )
-def test_tokens_rates_of_measured_steps_are_shares_unless_said_otherwise(
+def test_rates_of_measured_steps_are_multiples_by_default(
     algorithm: rc.Algorithm, shares: bool
 ) -> None:
     recipe = rc.Recipe(memory=DEEP, algorithm=algorithm)
@@ -159,11 +159,11 @@ def test_tokens_rates_of_measured_steps_are_shares_unless_said_otherwise(
     torch.testing.assert_close(layer(recipe)(x)[0], bare(x)[0], rtol=0, atol=0)
     raw = layer(recipe, lr=GateOptions(unit="raw", source="constant", init=0.25))
     assert raw.limit is None
-    rate = handed(raw, x)["lr"]
+    rate = numbers_of(raw, x)["lr"]
     torch.testing.assert_close(rate, torch.full_like(rate, 0.25))
 
 
-def test_a_second_memory_with_the_firsts_rates_takes_them_as_they_are() -> None:
+def test_second_memory_uses_the_rates_of_the_first() -> None:
     recipe = rc.Recipe(memory=DEEP, algorithm=NORMALISED)
     shared = build(ResidualMemory(rc.Recipe(), recipe, share=("lr",)), 16, 2)
     assert shared.second.limit is None
@@ -172,21 +172,21 @@ def test_a_second_memory_with_the_firsts_rates_takes_them_as_they_are() -> None:
 
 def test_a_share_per_value_channel_has_the_tokens_momentum() -> None:
     algorithm = rc.algorithm.Momentum(batch_size=2, per="value", normalized_steps=True)
-    numbers = handed(layer(rc.Recipe(algorithm=algorithm)), tokens())
+    numbers = numbers_of(layer(rc.Recipe(algorithm=algorithm)), tokens())
     want = numbers["share"] * (1 - numbers["momentum"]).unsqueeze(-1)
     torch.testing.assert_close(numbers["lr"], want)
 
 
 @pytest.mark.parametrize(("share", "grows"), [(0.45, False), (0.95, False), (1.05, True)])
-def test_the_limit_is_where_a_repeated_association_diverges(share: float, grows: bool) -> None:
-    """A batch of b equal associations moves the error by 1 − 2 s: at s = 1 it only turns round."""
+def test_repeated_association_diverges_beyond_the_limit(share: float, grows: bool) -> None:
+    """A batch of b equal associations multiplies the error by 1 − 2 s: at s = 1 by −1."""
     result = layer(
         rc.Recipe(algorithm=NORMALISED),
         lr=GateOptions(unit="stability_limit", source="constant", init=share, high=2.0),
     )
     x = tokens(rows=1, length=1).expand(1, 84, 16)
     with torch.no_grad():
-        # The convolution's first tokens differ from those that follow.
+        # The first tokens of a convolution differ from later ones.
         inputs = result.memory_inputs(x)
         k, v, lr = inputs.k[:, 4:], inputs.v[:, 4:], inputs.gates["lr"][:, 4:]
 
@@ -195,16 +195,16 @@ def test_the_limit_is_where_a_repeated_association_diverges(share: float, grows:
             return (y - v[:, :n])[:, -1].norm()
 
         errors = torch.stack([error(n) for n in (4, 8, 40)])
-    kept = errors[1] / errors[0]
-    torch.testing.assert_close(kept, torch.tensor(abs(1 - 2 * share)), atol=1e-3, rtol=1e-2)
+    ratio = errors[1] / errors[0]
+    torch.testing.assert_close(ratio, torch.tensor(abs(1 - 2 * share)), atol=1e-3, rtol=1e-2)
     assert (errors[2] > errors[0]) == grows
 
 
 @pytest.mark.parametrize("d_model", [8, 64, 256])
-def test_a_share_begins_alike_at_every_width(d_model: int) -> None:
+def test_initial_multiple_does_not_depend_on_width(d_model: int) -> None:
     result = layer(rc.Recipe(memory=DEEP, algorithm=NORMALISED), d_model=d_model)
-    begins = result.gates["lr"].initial()
-    torch.testing.assert_close(begins, torch.full_like(begins, 0.5))
+    initial = result.gates["lr"].initial()
+    torch.testing.assert_close(initial, torch.full_like(initial, 0.5))
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ def test_a_share_begins_alike_at_every_width(d_model: int) -> None:
         ),
     ],
 )
-def test_a_unit_of_what_has_none_is_refused(
+def test_unit_of_a_number_without_one_is_refused(
     recipe: rc.Recipe, gates: dict[str, GateOptions], says: str
 ) -> None:
     with pytest.raises(rc.RecipeError) as result:
@@ -278,7 +278,7 @@ def test_options_name_the_units_there_are() -> None:
 @pytest.mark.parametrize("V", [4, 64])
 @pytest.mark.parametrize("init", [None, 2.0, (1.0, 3.0)])
 def test_a_threshold_in_lengths_of_values(V: int, init: float | tuple[float, ...] | None) -> None:
-    """unit="value_rms": √V, whatever the width; errors of such values lie on one side of it."""
+    """unit="value_rms": √V at any width; errors of such values are on one side of it."""
     recipe = rc.Recipe(bias=rc.bias.Huber(), memory=rc.memory.MLP())
     gates = {"threshold": GateOptions(unit="value_rms", source="constant", init=init)}
     layer = rc.MemoryLayer(8, 2, recipe, LayerOptions(gate_options=gates), value_dim=V, head_dim=V)
@@ -290,7 +290,7 @@ def test_a_threshold_in_lengths_of_values(V: int, init: float | tuple[float, ...
 @pytest.mark.parametrize("squash", ["softplus", "celu"])
 @pytest.mark.parametrize("source", ["learned", "constant"])
 def test_a_correction_in_units_of_the_mean(source: str, squash: str) -> None:
-    """unit="batch_mean": o begins at p/place, and what p is bounded by bounds τ place by place."""
+    """unit="batch_mean": o starts at p/place, and the bound of p bounds τ at every place."""
     recipe, place = rc.Recipe(memory=DEEP, algorithm=AVERAGED), torch.arange(1.0, 9.0)
     options = {"unit": "batch_mean", "source": source, "activation": squash, "low": -0.8}
     x = tokens(8)
@@ -301,12 +301,12 @@ def test_a_correction_in_units_of_the_mean(source: str, squash: str) -> None:
         )
         offsets = layer_with_offset.memory_inputs(x).params["offset"]
         p = torch.tensor(init).expand(2)[:, None]
-        # The inverse goes out to 1e-4 of its end.
+        # The inverse reaches 1e-4 of its end.
         torch.testing.assert_close(offsets, p / place, atol=1e-4, rtol=1e-5)
 
 
-def test_what_is_bounded_below_alone_is_free_above() -> None:
-    """squash="celu": a correction moves as a parameter does, but for its way down."""
+def test_celu_bounds_a_correction_from_below_only() -> None:
+    """squash="celu": a correction is a free parameter above, and bounded below."""
     recipe = rc.Recipe(memory=DEEP, algorithm=AVERAGED)
     offset = GateOptions(unit="batch_mean", activation="celu", low=-0.8)
     layer_with_offset = rc.MemoryLayer(8, 2, recipe, LayerOptions(gate_options={"offset": offset}))
@@ -330,8 +330,8 @@ def test_a_celu_without_a_lower_end_is_refused(bad: dict[str, float]) -> None:
 
 
 @pytest.mark.parametrize("name", ["ttt_linear", "ttt_mlp"])
-def test_no_place_of_a_batch_falls_silent(name: str) -> None:
-    """Where τ was 0 before, beyond −1/place, it keeps a fifth of the mean, and a gradient."""
+def test_every_place_of_a_batch_has_a_gradient(name: str) -> None:
+    """Places with a τ of 0 beyond −1/place get a fifth of the mean, and a gradient."""
     preset_layer = rc.zoo.get(name).build(d_model=16, num_heads=2)
     bias = preset_layer.params["offset"].bias
     assert isinstance(bias, torch.nn.Parameter)
@@ -347,8 +347,8 @@ def test_no_place_of_a_batch_falls_silent(name: str) -> None:
 
 @pytest.mark.parametrize(("norm", "length"), [("l2", 1.0), ("rms", 4.0)])
 @pytest.mark.parametrize("kind", ["layer", "rms"])
-def test_an_inner_norm_begins_as_long_as_the_key(norm: str, length: float, kind: str) -> None:
-    """The memory reads x + norm(...): at the start both are of one length, whatever the width."""
+def test_inner_norm_starts_at_the_norm_of_the_key(norm: str, length: float, kind: str) -> None:
+    """The memory reads x + norm(...): initially both have one norm at any width."""
     recipe = rc.Recipe(memory=rc.memory.MLP(norm=kind))
     result = rc.MemoryLayer(32, 2, recipe, LayerOptions(qk_norm=norm))
     x = tokens(32)
@@ -361,9 +361,9 @@ def test_an_inner_norm_begins_as_long_as_the_key(norm: str, length: float, kind:
     torch.testing.assert_close(added, torch.full_like(added, length), rtol=1e-3, atol=1e-3)
 
 
-def test_an_inner_norm_that_nothing_is_beside_begins_at_one() -> None:
-    apart = rc.memory.MLP(norm="layer", residual=False)
-    for memory, qk_norm in ((apart, "l2"), (rc.memory.MLP(norm="layer"), "none")):
+def test_inner_norm_without_a_residual_starts_at_one() -> None:
+    no_residual = rc.memory.MLP(norm="layer", residual=False)
+    for memory, qk_norm in ((no_residual, "l2"), (rc.memory.MLP(norm="layer"), "none")):
         preset_layer = rc.MemoryLayer(
             32, 2, rc.Recipe(memory=memory), LayerOptions(qk_norm=qk_norm)
         )
@@ -373,8 +373,8 @@ def test_an_inner_norm_that_nothing_is_beside_begins_at_one() -> None:
     assert (preset_layer.params["norm_weight"].initial() == 0.5).all()
 
 
-def test_a_map_that_reads_features_begins_as_if_it_read_their_key() -> None:
-    """1,128 monomials are as long together as the 46 channels they are made of."""
+def test_map_of_features_starts_at_the_scale_of_the_key() -> None:
+    """1,128 monomials have the norm of their 46 channels."""
     torch.manual_seed(0)
     lifted = rc.Recipe(memory=rc.memory.MLP(expansion=16), features=rc.features.Polynomial())
     plain = lifted.replace(features=rc.features.Identity())
@@ -388,8 +388,8 @@ def test_a_map_that_reads_features_begins_as_if_it_read_their_key() -> None:
 
 
 @pytest.mark.parametrize("memory", [rc.memory.MLP(norm="layer"), rc.memory.GatedMLP()])
-def test_a_memory_whose_last_map_begins_at_zero_says_nothing(memory: rc.memory.Memory) -> None:
-    """But for its residual; what is written is read, and every map learns from the start."""
+def test_memory_with_a_zero_last_map_outputs_zero(memory: rc.memory.Memory) -> None:
+    """Except for its residual; writes are read, and every map learns from the start."""
     recipe = rc.Recipe(memory=memory, algorithm=NORMALISED)
     memory_layer = rc.MemoryLayer(
         16, 2, recipe, LayerOptions(gate_options=SHARE, last_map_init_scale=0.0)
@@ -410,19 +410,19 @@ def test_a_memory_whose_last_map_begins_at_zero_says_nothing(memory: rc.memory.M
 
 
 @pytest.mark.parametrize("recipe", [rc.Recipe(), rc.zoo.get("deep_transformer").recipe])
-def test_a_last_map_of_what_is_not_made_of_maps_is_refused(recipe: rc.Recipe) -> None:
+def test_last_map_of_other_memories_is_refused(recipe: rc.Recipe) -> None:
     with pytest.raises(
         rc.RecipeError, match=r"last_map_init_scale=0\) scales random initial weights"
     ):
         rc.MemoryLayer(16, 2, recipe, LayerOptions(last_map_init_scale=0.0))
 
 
-def test_a_share_ends_at_the_limit_unless_it_says_where() -> None:
-    """A lower end moves no upper end: beyond 1 a repeated association diverges."""
+def test_multiple_ends_at_the_limit_by_default() -> None:
+    """A lower end does not change the upper end: beyond 1 a repeated association diverges."""
     recipe = rc.Recipe(memory=DEEP, algorithm=NORMALISED)
     for options, ends in (
         (GateOptions(unit="stability_limit"), (0.0, 1.0)),
-        (GateOptions(low=0.1), (0.1, 1.0)),  # an unstated unit is a share here
+        (GateOptions(low=0.1), (0.1, 1.0)),  # an unstated unit is a multiple here
         (GateOptions(unit="stability_limit", low=0.2, high=2.0), (0.2, 2.0)),
     ):
         result = layer(recipe, lr=options)

@@ -1,4 +1,4 @@
-"""The documentation as it is built: links lead somewhere, no host is asked, search works."""
+"""The built documentation: links resolve, no other host is requested, search works."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ LOADED = {
     ("source", "src"),
     ("source", "srcset"),
 }
-"""What a browser fetches by itself when it shows a page; links of styles and icons besides."""
+"""Attributes that a browser loads when it shows a page, besides links of styles and icons."""
 
 pytestmark = pytest.mark.slow
 
 
 class Page(HTMLParser):
-    """Links, what is loaded, and names that a link can end in."""
+    """Links, loaded files, and anchors."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     yield from opened(tmp_path_factory.mktemp("profile"))
 
 
-def test_every_link_and_file_is_there(pages: dict[Path, Page], site: Path) -> None:
+def test_links_and_files_exist(pages: dict[Path, Page], site: Path) -> None:
     missing = []
     for path, page in pages.items():
         if path.name == "404.html":  # its links begin at the root of a server
@@ -86,7 +86,7 @@ def test_every_link_and_file_is_there(pages: dict[Path, Page], site: Path) -> No
     assert missing == []
 
 
-def test_every_link_to_the_knobs_names_a_system(pages: dict[Path, Page]) -> None:
+def test_links_to_the_options_page_name_a_system(pages: dict[Path, Page]) -> None:
     linked = {
         link.partition("#recipe=")[2]
         for page in pages.values()
@@ -103,9 +103,9 @@ def test_nothing_is_loaded_from_another_host(pages: dict[Path, Page], site: Path
         assert re.findall(r"(?:url\(|@import)\s*[\"']?(https?:|//)", path.read_text("utf-8")) == []
 
 
-# A name as it is written, a name in code, and names that others begin or end with.
+# A full name, a name in code, and names with a common prefix or suffix.
 @pytest.mark.parametrize(
-    ("asked", "page"),
+    ("query", "page"),
     [
         ("DeltaProduct", "delta_product"),
         ("titans", "titans"),
@@ -114,7 +114,7 @@ def test_nothing_is_loaded_from_another_host(pages: dict[Path, Page], site: Path
         ("mamba2", "mamba2"),
     ],
 )
-def test_search_finds_without_a_server(site: Path, browser: Browser, asked: str, page: str) -> None:
+def test_search_finds_without_a_server(site: Path, browser: Browser, query: str, page: str) -> None:
     """The page of a system comes first."""
     browser.open(site / "index.html", width=1280)
     result = browser.run(
@@ -130,7 +130,9 @@ def test_search_finds_without_a_server(site: Path, browser: Browser, asked: str,
             await new Promise((again) => setTimeout(again, 100));
           }
           return [];
-        })()""".replace("ASKED", asked)
+        })()""".replace("ASKED", query)
     )
     assert result and f"/zoo/{page}.html" in result[0], result
-    assert [asked for asked in browser.asked() if not asked.startswith(("file:", "data:"))] == []
+    assert [
+        query for query in browser.requested_addresses() if not query.startswith(("file:", "data:"))
+    ] == []

@@ -1,4 +1,4 @@
-"""What a state knows of its rows without looking at them, and what stands for weights' numbers."""
+"""Known positions of a state's rows, without reading tensors, and ids of constants."""
 
 from __future__ import annotations
 
@@ -64,20 +64,20 @@ def test_rows_that_differ_have_no_number(recipe: rc.Recipe) -> None:
     assert join_states([state, run(recipe, 4)]).host_position is None
 
 
-def test_a_position_that_somebody_else_wrote_is_not_known() -> None:
+def test_position_of_a_foreign_state_is_unknown() -> None:
     state = run(RECIPES["matrix"], 5)
     assert dataclasses.replace(state, weights=state.weights).host_position == 5
     assert dataclasses.replace(state, position=torch.tensor([7, 9])).host_position is None
 
 
-def test_rows_kept_by_key_may_start_anew_from_nothing() -> None:
+def test_rows_by_key_restart_empty() -> None:
     recipe = RECIPES["rows by key"]
     state = run(recipe, 5).reset(torch.tensor([True, False]))
     assert state.kernel_rows is not None
     assert state.kernel_rows.mask.sum(1).tolist() == [0, 5]
 
 
-def test_a_stamp_changes_with_what_it_stands_for() -> None:
+def test_stamp_changes_with_its_tensors() -> None:
     weight, other = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
     first = version_tag([weight, other])
     assert first is not None
@@ -94,7 +94,7 @@ def test_a_stamp_changes_with_what_it_stands_for() -> None:
     assert version_tag([result]) is None
 
 
-def test_a_constant_is_made_once_and_for_all_modes() -> None:
+def test_constant_is_built_once_for_all_modes() -> None:
     result: list[int] = []
 
     def ramp(size: int) -> torch.Tensor:
@@ -116,7 +116,7 @@ def test_a_constant_is_made_once_and_for_all_modes() -> None:
 @pytest.mark.parametrize(
     "name", ["recipe_id_x", "normalizer_of_mine", "position2", "log_scale.0", "sizess"]
 )
-def test_a_saved_state_has_no_names_that_only_begin_like_its_own(name: str) -> None:
+def test_saved_state_ignores_names_with_a_common_prefix(name: str) -> None:
     q, k, v = torch.randn(3, 1, 2, 1, 4)
     _, state = rc.recall(rc.Recipe(), q, k, v, {"lr": torch.full((1, 2, 1), 0.5)})
     assert state is not None
@@ -154,17 +154,17 @@ def test_parts_of_a_state_are_compared_by_identity_and_hashed() -> None:
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_state_is_shown_by_its_shapes(name: str) -> None:
-    """On one line, without a number of its tensors: it prints as fast, and as short, when large."""
+def test_repr_of_a_state_shows_shapes(name: str) -> None:
+    """One line without values of tensors: printing is as fast and short for a large state."""
     lines = []
     for rows in (1, 64):
         _, state = LAYERS[name](torch.randn(rows, 5, 8))
         assert state is not None
-        told = repr(state)
-        lines.append(told)
-        assert told == str(state) and "\n" not in told and "tensor(" not in told
-        assert len(told) < 1500, len(told)
-        assert f"position=int64[{rows}]" in told
+        text = repr(state)
+        lines.append(text)
+        assert text == str(state) and "\n" not in text and "tensor(" not in text
+        assert len(text) < 1500, len(text)
+        assert f"position=int64[{rows}]" in text
     assert len(lines[1]) < len(lines[0]) + 60
     if name == "matrix":
         assert lines[0] == (
@@ -174,7 +174,7 @@ def test_a_state_is_shown_by_its_shapes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_state_goes_where_tensors_go(name: str) -> None:
+def test_state_moves_like_tensors(name: str) -> None:
     _, state = LAYERS[name](torch.randn(1, 5, 8))
     assert state is not None
     like = torch.zeros(1, dtype=torch.float64)

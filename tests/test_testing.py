@@ -1,4 +1,4 @@
-"""`recollect.testing` passes what is right, and catches what is wrong by name."""
+"""`recollect.testing` accepts valid members and names each false declaration."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture(autouse=True)
 def _registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Members that these tests define do not stay."""
+    """Unregister members that these tests define."""
     monkeypatch.setattr(rc.choices.member, "_REGISTRY", dict(rc.choices.member._REGISTRY))
 
 
-# -- what is right -----------------------------------------------------------------------------
+# -- valid members -----------------------------------------------------------------------------
 
 OUTSIDE = [
     value
@@ -48,7 +48,7 @@ def test_every_choice_has_a_member_outside_of_the_package() -> None:
     assert {cls.choice for cls in OUTSIDE} == set(CHOICES)
 
 
-# One member of each choice is fast; `tests/contracts/test_outside.py` runs all of them too.
+# One member of each choice is fast; `tests/contracts/test_outside.py` runs all of them.
 FIRST = {cls.choice: cls for cls in reversed(OUTSIDE)}.values()
 
 
@@ -64,10 +64,10 @@ def test_a_member_written_outside_of_the_package_passes(cls: type[Member]) -> No
     assert report.member == f"{cls.choice}.{cls.__name__}"
     assert {*report.passed, *report.skipped} == {*report.checks}
     recipes = {check.subject for check in report.passed if " in Recipe(" in check.subject}
-    assert len(recipes) in (2, 3)  # two draws may be one recipe
+    assert len(recipes) in (2, 3)  # two draws can be one recipe
 
 
-def test_a_report_lists_what_was_checked_and_what_was_skipped() -> None:
+def test_report_lists_passed_and_skipped_checks() -> None:
     report = rc.testing.check_member(rc.bias.L2, count=3)
     names = {check.name for check in report.passed}
     assert "affine is true of error" in names
@@ -78,7 +78,7 @@ def test_a_report_lists_what_was_checked_and_what_was_skipped() -> None:
     lines = str(report).splitlines()
     assert lines[0] == f"bias.L2: passed {len(report.passed)} checks"
     assert f"skipped {len(report.skipped)} checks" in lines
-    # A bias without an affine error skips what L2 passes.
+    # A bias without an affine error skips a check that L2 passes.
     huber = rc.testing.check_member(rc.bias.Huber, count=1)
     reasons = {check.name: check.skipped for check in huber.checks}
     assert reasons["affine is true of error"] == "it declares affine=None"
@@ -103,7 +103,7 @@ def test_an_engine_passes(engine: select.Engine) -> None:
     rc.testing.check_engine(engine, recipes=[*recipes[engine.name], *others], min_recipes=1)
 
 
-def test_it_is_loaded_on_first_use_and_needs_torch_alone() -> None:
+def test_loaded_on_first_use_with_torch_alone() -> None:
     code = (
         "import sys, recollect as rc\n"
         "assert 'recollect.testing' not in sys.modules\n"
@@ -113,7 +113,7 @@ def test_it_is_loaded_on_first_use_and_needs_torch_alone() -> None:
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=120)
 
 
-def test_its_examples_run() -> None:
+def test_examples_run() -> None:
     from recollect.testing import engines, members, presets
 
     for module in (engines, members, presets):
@@ -122,10 +122,10 @@ def test_its_examples_run() -> None:
         assert outcome.failed == 0
 
 
-def test_the_sentence_on_the_page_is_the_one_that_is_said() -> None:
+def test_sentence_on_the_page_is_printed() -> None:
     @rc.member
     class Smooth(rc.bias.Bias):
-        """The page's bias, and what it says of it."""
+        """The bias of the page, with its declaration."""
 
         affine = (1.0, 1.0)
         corner: float | str = rc.quantity("input", above=0, init=0.5)
@@ -141,11 +141,11 @@ def test_the_sentence_on_the_page_is_the_one_that_is_said() -> None:
     assert f"AssertionError: {claim}, but " in page
 
 
-# -- what is wrong -----------------------------------------------------------------------------
+# -- false declarations ------------------------------------------------------------------------
 
 
 def caught(cls: type[Member], sentence: str) -> None:
-    """One sentence that names the member and the false claim."""
+    """Check for one sentence that names the member and the false declaration."""
     with pytest.raises(AssertionError) as result:
         rc.testing.check_member(cls, count=3)
     message = str(result.value)
@@ -154,10 +154,10 @@ def caught(cls: type[Member], sentence: str) -> None:
     assert "\n" not in message
 
 
-def test_a_bias_that_claims_affine_and_is_not() -> None:
+def test_bias_falsely_declared_affine() -> None:
     @rc.member
     class Bent(rc.bias.Bias):
-        """Saturates, and says that it does not."""
+        """A saturating loss with a declared affine error."""
 
         affine = (1.0, 1.0)
 
@@ -170,7 +170,7 @@ def test_a_bias_that_claims_affine_and_is_not() -> None:
 def test_a_bias_whose_error_is_not_the_gradient_of_its_loss() -> None:
     @rc.member
     class Overstated(rc.bias.Bias):
-        """½‖e‖², whose error forgets the half."""
+        """½‖e‖² with the error of ‖e‖²."""
 
         def loss(self, prediction: Tensor, value: Tensor, gates: Values) -> Tensor:
             return 0.5 * (prediction - value).square().sum(-1)
@@ -184,7 +184,7 @@ def test_a_bias_whose_error_is_not_the_gradient_of_its_loss() -> None:
 def test_a_rate_per_value_channel_that_acts_per_head() -> None:
     @rc.member
     class Averaged(rc.algorithm.Algorithm):
-        """Descent whose rates per value channel are averaged."""
+        """Descent that averages rates per value channel."""
 
         lr: float | str = rc.quantity("input", at_least=0, init=0.5, axes=("V",), role="rate")
 
@@ -210,10 +210,10 @@ def test_a_number_per_value_channel_of_which_one_is_read() -> None:
     caught(Narrow, r"the quantity 'strength' with axes \('V',\), and ignores them")
 
 
-def test_a_memory_that_says_linear_and_is_not() -> None:
+def test_memory_falsely_declared_linear() -> None:
     @rc.member
     class Curved(rc.memory.Memory):
-        """M(x) = W tanh(x), called linear."""
+        """M(x) = W tanh(x), declared linear."""
 
         linear = True
 
@@ -228,10 +228,10 @@ def test_a_memory_that_says_linear_and_is_not() -> None:
     caught(Curved, r"declares linear, which is M\(W; x\) = W x, and its forward is")
 
 
-def test_a_memory_that_says_chain_and_is_none() -> None:
+def test_memory_falsely_declared_a_chain() -> None:
     @rc.member
     class NoChainAtAll(rc.memory.Stack):
-        """W1 relu(W2 x), which says tanh."""
+        """W1 relu(W2 x), declared with tanh."""
 
         @property
         def chain_activation(self) -> str:
@@ -254,15 +254,15 @@ def test_a_memory_that_says_chain_and_is_none() -> None:
 
 
 def one_map(self: rc.memory.Stack, F: int, V: int) -> tuple[LinearMap, ...]:
-    """The maps of a memory with the map W alone."""
+    """Return the single map W of a memory."""
     W = LinearMap(name="W", out_features=V, in_features=F, reads_features=True, is_output=True)
     return (W,)
 
 
-def test_a_memory_that_says_layer_norm_and_has_another() -> None:
+def test_memory_with_another_norm_than_declared() -> None:
     @rc.member
     class Centred(rc.memory.Stack):
-        """w ⊙ (W x − its mean) + b, which says that it is divided by its deviation too."""
+        """w ⊙ (W x − its mean) + b, declared as divided by its deviation."""
 
         @property
         def chain_activation(self) -> str:
@@ -293,7 +293,7 @@ def test_a_memory_that_says_layer_norm_and_has_another() -> None:
 def test_a_memory_whose_layer_norm_has_no_weights() -> None:
     @rc.member
     class Weightless(rc.memory.Stack):
-        """LN(W x), which says that it has a weight and a bias."""
+        """LN(W x), declared with a weight and a bias."""
 
         @property
         def chain_activation(self) -> str:
@@ -314,10 +314,10 @@ def test_a_memory_whose_layer_norm_has_no_weights() -> None:
     caught(Weightless, "declares output_norm='layer', and has no params norm_weight and norm_bias")
 
 
-def test_a_memory_that_hides_its_end() -> None:
+def test_memory_with_an_undeclared_output_map() -> None:
     @rc.member
     class Hidden(rc.memory.Stack):
-        """tanh(W x), which says that nothing follows the map."""
+        """tanh(W x), declared without an output map."""
 
         has_output_map = False
 
@@ -337,10 +337,10 @@ def test_a_memory_that_hides_its_end() -> None:
 
 
 @pytest.mark.parametrize("named", [("fixed", "fixed"), ("fxed",), ("turned",)])
-def test_a_memory_that_says_bases_and_has_none(named: tuple[str, ...]) -> None:
+def test_memory_with_a_false_base(named: tuple[str, ...]) -> None:
     @rc.member
     class Based(rc.memory.Stack):
-        """(W + U) x beside a name that is not U's."""
+        """(W + U) x with a declared base of another name."""
 
         base_params = named
 
@@ -362,10 +362,10 @@ def test_a_memory_that_says_bases_and_has_none(named: tuple[str, ...]) -> None:
     caught(Based, "there has to be a param of its shape for every map")
 
 
-def test_a_memory_that_says_zeros_learn_and_they_do_not() -> None:
+def test_memory_whose_zeros_do_not_learn() -> None:
     @rc.member
     class Silent(rc.memory.Memory):
-        """W x, entry by entry times itself."""
+        """W x, squared entry by entry."""
 
         needs_init = False
 
@@ -381,12 +381,12 @@ def test_a_memory_that_says_zeros_learn_and_they_do_not() -> None:
 
 
 @pytest.mark.parametrize("kind", ["gate", "param"])
-def test_a_number_that_is_declared_and_never_read(kind: str) -> None:
+def test_declared_number_that_is_never_read(kind: str) -> None:
     source = "input" if kind == "gate" else "learned"
 
     @rc.member
     class Deaf(rc.bias.Bias):
-        """½‖e‖², and a scale that stays unread."""
+        """½‖e‖² with an unread scale."""
 
         scale: float | str = rc.quantity(source, sources=(source,), above=0, init=1.0)
 
@@ -396,10 +396,10 @@ def test_a_number_that_is_declared_and_never_read(kind: str) -> None:
     caught(Deaf, "declares the quantity 'scale', and nothing reads it")
 
 
-def test_a_retention_whose_link_is_not_the_identity_that_it_says() -> None:
+def test_retention_falsely_declared_without_a_link() -> None:
     @rc.member
-    class Quiet(rc.retention.Retention):
-        """W = tanh(A), and says W = A."""
+    class Squashing(rc.retention.Retention):
+        """W = tanh(A), declared as W = A."""
 
         @property
         def has_link(self) -> bool:
@@ -408,13 +408,13 @@ def test_a_retention_whose_link_is_not_the_identity_that_it_says() -> None:
         def link(self, A: Tensor, gates: Values) -> Tensor:
             return torch.tanh(A)
 
-    caught(Quiet, "declares has_link=False, which is W = A, and its link is not the identity")
+    caught(Squashing, "declares has_link=False, which is W = A, and its link is not the identity")
 
 
-def test_a_loss_that_says_it_is_least_elsewhere() -> None:
+def test_loss_with_another_minimum_than_declared() -> None:
     @rc.member
     class AtTwice(rc.bias.Bias):
-        """Least at twice the value."""
+        """The minimum is at twice the value."""
 
         target = 1.0
 
@@ -424,7 +424,7 @@ def test_a_loss_that_says_it_is_least_elsewhere() -> None:
     caught(AtTwice, "declares target=1, and an error points away from 1·value")
 
 
-def test_a_link_that_is_steeper_than_it_says() -> None:
+def test_link_steeper_than_declared() -> None:
     @rc.member
     class Steep(rc.retention.Retention):
         """W = 3 A."""
@@ -440,7 +440,7 @@ def test_a_link_that_is_steeper_than_it_says() -> None:
 def test_a_gain_that_differs_from_its_factors() -> None:
     @rc.member
     class Hasty(rc.retention.Retention):
-        """Nothing of the map's inputs in its short form."""
+        """The short form ignores the inputs of the map."""
 
         def rank_one_step_gain(self, A: Tensor, h: Tensor, delta: Tensor, gates: Values) -> Tensor:
             return delta.square().sum(-1)
@@ -448,10 +448,10 @@ def test_a_gain_that_differs_from_its_factors() -> None:
     caught(Hasty, "rank_one_step_gain of δ and h is not the step_gain of δhᵀ")
 
 
-def test_a_retention_that_says_additive_and_is_not() -> None:
+def test_retention_falsely_declared_additive() -> None:
     @rc.member
     class Rebuilt(rc.retention.Retention):
-        """A_t = A/2 + step, and says that nothing is done to A."""
+        """A_t = A/2 + step, declared as A + step."""
 
         @property
         def is_additive(self) -> bool:
@@ -465,10 +465,10 @@ def test_a_retention_that_says_additive_and_is_not() -> None:
     caught(Rebuilt, "declares is_additive")
 
 
-def test_an_algorithm_that_says_momentum_and_takes_another_step() -> None:
+def test_algorithm_falsely_declared_as_momentum() -> None:
     @rc.member
     class Eased(rc.algorithm.Algorithm):
-        """Nesterov's step, which says that it is plain momentum."""
+        """Nesterov's step, declared as plain momentum."""
 
         lr: float | str = rc.quantity("input", at_least=0, init=0.3, role="rate")
         momentum: float | str = rc.quantity(0.5, at_least=0, below=1, init=0.5, role="momentum")
@@ -486,10 +486,10 @@ def test_an_algorithm_that_says_momentum_and_takes_another_step() -> None:
     caught(Eased, "declares recursion='gradient'")
 
 
-def test_a_feature_map_of_another_width_than_it_says() -> None:
+def test_feature_map_of_another_width_than_declared() -> None:
     @rc.member
     class Wider(rc.features.Features):
-        """[x, x²], which says K."""
+        """[x, x²], declared with K features."""
 
         def phi(self, x: Tensor, params: Values, side: str, position: Tensor) -> Tensor:
             return torch.cat([x, x.square()], dim=-1)
@@ -497,7 +497,7 @@ def test_a_feature_map_of_another_width_than_it_says() -> None:
     caught(Wider, r"declares dim\(4\) = 4, and phi gives 8 features")
 
 
-def test_a_kernel_that_says_definite_and_is_not() -> None:
+def test_kernel_falsely_declared_positive_definite() -> None:
     @rc.member
     class Indefinite(rc.features.Kernel):
         """κ = −‖q − k‖²."""
@@ -511,12 +511,12 @@ def test_a_kernel_that_says_definite_and_is_not() -> None:
     caught(Indefinite, "declares is_positive_definite, and κ has the eigenvalue")
 
 
-def test_a_context_that_says_hard_and_is_not() -> None:
+def test_context_falsely_declared_binary() -> None:
     from recollect.choices.context.weights import ContextWeights, VisibleAssociations
 
     @rc.member
     class Soft(rc.context.Context):
-        """Weighs by age, and says 0 or 1."""
+        """Weights by age, declared as 0 or 1."""
 
         is_restriction = True
 
@@ -537,7 +537,7 @@ def test_a_context_that_says_hard_and_is_not() -> None:
 def test_a_loss_that_fails_names_its_member() -> None:
     @rc.member
     class Failing(rc.bias.Bias):
-        """Asks for a number that it does not declare."""
+        """Reads a number that it does not declare."""
 
         def loss(self, prediction: Tensor, value: Tensor, gates: Values) -> Tensor:
             return (gates["absent"] * (prediction - value)).sum(-1)
@@ -546,7 +546,7 @@ def test_a_loss_that_fails_names_its_member() -> None:
 
 
 def test_a_preset_whose_layer_is_not_causal() -> None:
-    """Token by token it computes something else."""
+    """Single tokens give other outputs."""
 
     class Backwards(torch.nn.Module):
         def forward(self, x: Tensor, state: object = None) -> tuple[Tensor, object]:
@@ -595,9 +595,9 @@ def test_an_engine_that_refuses_without_a_reason(monkeypatch: pytest.MonkeyPatch
         rc.testing.check_engine(mute, recipes=[rc.Recipe()])
 
 
-def test_what_is_no_member_preset_or_engine_is_refused() -> None:
+def test_other_objects_are_refused() -> None:
     class Bare(rc.bias.Bias):
-        """Not decorated."""
+        """Without the decorator."""
 
     with pytest.raises(rc.RecipeError, match=r"decorated with @rc\.member"):
         rc.testing.check_member(Bare)

@@ -1,4 +1,4 @@
-"""Ties, angles, shifts and skips: what each refuses, in one sentence that says what would fit."""
+"""Ties, angles, shifts and skips: each invalid option gives one sentence with a remedy."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_ties_that_this_recipe_does_not_allow(
         build(LayerOptions(ties=(Tie(**tie),)), **choices)
 
 
-def test_ties_follow_what_was_tied_before() -> None:
+def test_ties_apply_to_tied_values() -> None:
     first = Tie(target="lr", source="k", rule="implicit")
     then = Tie(target="log_decay", source="lr", rule="diagonal")
     assert LayerOptions(ties=(first, then)).ties == (first, then)
@@ -221,7 +221,7 @@ def test_options_survive_json(name: str) -> None:
     assert LayerOptions.from_dict(options.to_dict()) == options
 
 
-def test_factored_decays_fit_what_can_keep_their_factors_apart() -> None:
+def test_factored_decays_require_separate_factors() -> None:
     with pytest.raises(rc.RecipeError, match="two decays to scale"):
         Decay(per="key_value", alpha="input_scaled")
     with pytest.raises(rc.RecipeError, match="keeps its factors separate"):
@@ -231,8 +231,8 @@ def test_factored_decays_fit_what_can_keep_their_factors_apart() -> None:
     assert {param.name for param in deep.params()} == {"decay_scale"}
 
 
-def test_angles_of_grouped_heads_turn_with_their_memory() -> None:
-    """Two query heads on one memory: the same as two memories with equal weights."""
+def test_angles_of_grouped_heads_follow_their_memory() -> None:
+    """Two query heads on one memory equal two memories with equal weights."""
     torch.manual_seed(0)
     preset = rc.zoo.get("gateloop")
     options = replace(preset.options, conv_size=0)
@@ -251,7 +251,7 @@ def test_angles_of_grouped_heads_turn_with_their_memory() -> None:
 
 
 def test_ties_apply_in_their_order() -> None:
-    """A probe that is copied from keys has the keys before or after their own tie."""
+    """A probe that is copied from keys has the keys before or after their tie."""
     recipe = rc.Recipe(bias=rc.bias.L2(probe=rc.bias.Probe()))
     copy, previous = (
         Tie(target="probe", source="k", rule="copy"),
@@ -281,7 +281,7 @@ def test_an_explanation_has_the_equations_of_ties() -> None:
     assert rc.explain(rc.zoo.get("q_delta").recipe).ties == ()
 
 
-def test_every_learned_factor_has_a_letter_of_its_own() -> None:
+def test_learned_factors_have_distinct_letters() -> None:
     ties = (
         Tie(target="probe", source="k", rule="direction"),
         Tie(target="q", source="k", rule="difference"),
@@ -293,7 +293,7 @@ def test_every_learned_factor_has_a_letter_of_its_own() -> None:
     assert len(set.union(*letters)) == len(ties)
 
 
-def test_a_filter_changes_the_decay_that_a_tie_before_it_made() -> None:
+def test_filter_changes_the_decay_of_an_earlier_tie() -> None:
     """α = a_0 c lr/lr_0 of the tie, times 1 − w k²/Λ of the filter, in this order alone."""
     filtered = Tie(target="k", source="k", rule="filter")
     rate = Tie(target="log_decay", source="lr", rule="rate")

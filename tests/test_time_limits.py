@@ -1,4 +1,4 @@
-"""The tests themselves: none can hang, and none depends on what the shell ignores."""
+"""Tests cannot hang, and do not depend on signals that the shell ignores."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ LIMITS = ("-o", "timeout=0.5", "-o", "faulthandler_timeout=2")
 
 
 @pytest.mark.slow
-def test_a_test_could_hang_and_did_where_interrupts_are_ignored(tmp_path: Path) -> None:
-    """With this project's settings and shorter limits, in a process that ignores interrupts."""
-    here = Path(__file__).parent
-    shutil.copy(here / "conftest.py", tmp_path)
+def test_hanging_tests_fail_when_interrupts_are_ignored(tmp_path: Path) -> None:
+    """With the project's settings and shorter limits, in a process that ignores interrupts."""
+    folder = Path(__file__).parent
+    shutil.copy(folder / "conftest.py", tmp_path)
     (tmp_path / "test_endless.py").write_text(TESTS)
-    settings = ("-c", str(here.parent / "pyproject.toml"), "--rootdir", str(tmp_path))
-    deaf = ("sh", "-c", 'trap "" INT; exec "$@"', "sh")
+    settings = ("-c", str(folder.parent / "pyproject.toml"), "--rootdir", str(tmp_path))
+    ignoring = ("sh", "-c", 'trap "" INT; exec "$@"', "sh")
     result = subprocess.run(
-        [*deaf, sys.executable, "-m", "pytest", "-v", *settings, *LIMITS, str(tmp_path)],
+        [*ignoring, sys.executable, "-m", "pytest", "-v", *settings, *LIMITS, str(tmp_path)],
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
         capture_output=True,
         text=True,
@@ -54,4 +54,4 @@ def test_a_test_could_hang_and_did_where_interrupts_are_ignored(tmp_path: Path) 
     assert "test_waits FAILED" in result.stdout
     assert "test_is_slow PASSED" in result.stdout
     assert "test_hears_nothing" in result.stdout
-    assert "in test_hears_nothing" in result.stderr  # the stack of what did not end
+    assert "in test_hears_nothing" in result.stderr  # the stack of the hanging test

@@ -1,4 +1,4 @@
-"""`rc.trace`: what is read back after each token, against a loop over whole prefixes."""
+"""`rc.trace`: reads after each token, against a loop over full prefixes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PRESETS = (
 
 
 def loop(layer: rc.MemoryLayer, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Every entry by a new memory of the prefix, read at one key alone."""
+    """Compute every entry with a new memory of the prefix, read at a single key."""
     inputs, n = layer.memory_inputs(x), layer.recipe.associations_per_token
     k = inputs.k if n > 1 else inputs.k.unsqueeze(3)
     v = inputs.v if n > 1 else inputs.v.unsqueeze(3)

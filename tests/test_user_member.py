@@ -1,4 +1,4 @@
-"""Members written by a user, as CONTRIBUTING.md shows them, without touching the library."""
+"""Members of a user, as in CONTRIBUTING.md, without changes of the library."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Values = Mapping[str, Tensor]
 
 @rc.member
 class LogCosh(rc.bias.Bias):
-    """Σ s² log cosh(e/s): only a loss, so autograd supplies the error."""
+    """Σ s² log cosh(e/s) without an error, which autograd supplies."""
 
     scale: float | str = rc.quantity("input", above=0, init=1.0, per_association=True)
 
@@ -30,7 +30,7 @@ class LogCosh(rc.bias.Bias):
 
 @rc.member
 class Overshoot(rc.bias.Bias):
-    """Aims half as far again as the value: affine, so the linear engine takes it unasked."""
+    """The target is 1.5 times the value: affine, so the linear engine runs it."""
 
     affine = (1.0, 1.5)
 
@@ -40,7 +40,7 @@ class Overshoot(rc.bias.Bias):
 
 @rc.member
 class Leak(rc.retention.Retention):
-    """W = A/(1 + ‖A‖_F/c): a soft ball, with a number of its own."""
+    """W = A/(1 + ‖A‖_F/c): a soft ball with a quantity c."""
 
     ceiling: float | str = rc.quantity("input", above=0, init=2.0)
 
@@ -66,7 +66,7 @@ class Signed(rc.algorithm.Algorithm):
 
 @rc.member
 class Unhurried(rc.algorithm.Algorithm):
-    """Plain descent at rate 1, with no number at all."""
+    """Plain descent at rate 1, without quantities."""
 
 
 @rc.member
@@ -91,7 +91,8 @@ RECIPES: dict[str, tuple[rc.Recipe, str]] = {
         ),
         "reference",
     ),
-    # Empty slots of a window hold zeros, where e/s has no value: they must not poison the rest.
+    # Empty slots of a window are zeros, for which e/s is undefined, and must not change other
+    # slots.
     "log cosh, one scale per head": (
         rc.Recipe(bias=LogCosh(scale="learned"), context=rc.context.Window(size=3)),
         "reference",
@@ -116,11 +117,11 @@ RECIPES: dict[str, tuple[rc.Recipe, str]] = {
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_they_run_differentiate_decode_and_round_trip(name: str) -> None:
+def test_members_run_differentiate_decode_and_serialise(name: str) -> None:
     recipe, engine = RECIPES[name]
     assert rc.Recipe.from_json(recipe.to_json()) == recipe
     selection = select_engine(recipe)
-    # "deep" is where a loss on its own goes once there is such an engine.
+    # The deep engine may run a recipe in place of the reference.
     assert selection.engine.name in {engine, *(("deep",) if engine == "reference" else ())}
     x = generate.inputs(recipe, T=9)
     if recipe.needs_init():
@@ -129,7 +130,7 @@ def test_they_run_differentiate_decode_and_round_trip(name: str) -> None:
     assert all(torch.isfinite(slope).all() for slope in slopes.values())
     assert slopes["k"].abs().max() > 0
     expected, expected_state, twins = generate.gradients(recipe, x, engine="reference")
-    # Another grouping of the same float64 sums.
+    # Equal float64 sums in another order.
     assert generate.relative_error(y, expected) < 1e-10
     assert (
         generate.largest_error(
@@ -146,8 +147,8 @@ def test_they_run_differentiate_decode_and_round_trip(name: str) -> None:
     )
 
 
-def test_log_cosh_follows_its_own_slope() -> None:
-    """The oracle: error = s tanh(e/s), by hand."""
+def test_log_cosh_follows_its_slope() -> None:
+    """The oracle is error = s tanh(e/s)."""
     recipe = RECIPES["log cosh"][0]
     x = generate.inputs(recipe, B=1, T=6, H=1)
     y, _ = generate.run_recall(recipe, x)
@@ -170,7 +171,7 @@ def test_overshoot_is_the_delta_rule_on_larger_values() -> None:
     torch.testing.assert_close(y, twin, atol=1e-12, rtol=1e-12)
 
 
-def test_a_false_declaration_is_what_the_contract_would_catch() -> None:
+def test_false_declaration_is_refused() -> None:
     p, v = torch.randn(5, 3).double(), torch.randn(5, 3).double()
     a, b = Overshoot.affine
     torch.testing.assert_close(Overshoot().error(p, v, {}), a * p - b * v)
@@ -206,18 +207,8 @@ def test_members_must_be_declared() -> None:
         Signed(beta=torch.tensor(0.5))  # type: ignore[arg-type]
 
 
-def here(name: str) -> bool:
-    """Whether this part of the package is there."""
-    try:
-        getattr(rc, name)
-    except (ImportError, AttributeError):
-        return False
-    return True
-
-
-@pytest.mark.skipif(not here("explain"), reason="explain is not here yet")
 @pytest.mark.parametrize("name", RECIPES)
-def test_they_explain_themselves(name: str) -> None:
+def test_members_are_explained(name: str) -> None:
     recipe, _ = RECIPES[name]
     text = str(rc.explain(recipe))
     assert select_engine(recipe).engine.name in text
@@ -225,9 +216,8 @@ def test_they_explain_themselves(name: str) -> None:
     assert "write" in text
 
 
-@pytest.mark.skipif(not here("MemoryLayer"), reason="the layer is not here yet")
 @pytest.mark.parametrize("name", RECIPES)
-def test_they_make_a_layer(name: str) -> None:
+def test_members_make_a_layer(name: str) -> None:
     recipe, _ = RECIPES[name]
     layer = rc.MemoryLayer(16, 2, recipe)
     x = torch.randn(2, 6, 16, requires_grad=True)
@@ -237,11 +227,11 @@ def test_they_make_a_layer(name: str) -> None:
     assert torch.isfinite(x.grad).all()
     first, state = layer(x[:, :4])
     rest, _ = layer(x[:, 4:], state)
-    # float32 in another grouping
+    # float32 sums in another order
     torch.testing.assert_close(torch.cat([first, rest], 1), y, atol=1e-5, rtol=1e-4)
 
 
-def test_a_gate_whose_name_contains_decay_is_read_as_any_other() -> None:
+def test_gate_whose_name_contains_decay() -> None:
     @rc.member
     class Clamped(rc.retention.Retention):
         undecayed: float | str = rc.quantity("input", above=0)
@@ -306,14 +296,14 @@ def test_members_named_like_those_of_other_choices_are_saved_and_loaded(
     members: dict[Any, Any],
 ) -> None:
     @rc.member
-    class Gaussian(rc.bias.Bias):  # a kernel of the library, too
+    class Gaussian(rc.bias.Bias):  # the name of a kernel of the library
         width: float = rc.fields.number(1.0, above=0)
 
         def loss(self, prediction: Tensor, value: Tensor, gates: Values) -> Tensor:
             return -(-(prediction - value).square().sum(-1) / self.width).exp()
 
     @rc.member
-    class Huber(rc.features.Features):  # a bias of the library, too
+    class Huber(rc.features.Features):  # the name of a bias of the library
         def dim(self, K: int) -> int:
             return K
 
@@ -336,7 +326,7 @@ def test_members_named_like_those_of_other_choices_are_saved_and_loaded(
     assert rc.Recipe.from_json(kernel.to_json()) == kernel
 
 
-def test_a_saved_member_stays_the_users_if_the_library_adds_its_name(
+def test_saved_member_keeps_its_class_if_the_library_adds_the_name(
     members: dict[Any, Any],
 ) -> None:
     def loss(self: Any, prediction: Tensor, value: Tensor, gates: Values) -> Tensor:

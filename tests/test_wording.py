@@ -1,4 +1,4 @@
-"""A size that cannot be is refused by the name that the user wrote, wherever the check stands."""
+"""An impossible size is refused under the user's name for it, in every check."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def refusal(make: Callable[[], object]) -> str:
     return str(refused.value)
 
 
-def test_an_argument_that_a_layer_has_not_is_answered_with_the_nearest() -> None:
+def test_unknown_argument_suggests_the_nearest() -> None:
     with pytest.raises(
         TypeError, match=r"^MemoryLayer has no argument 'num_head'; did you mean 'num_heads'\?"
     ):
@@ -91,7 +91,7 @@ def test_words_nest_and_end() -> None:
         ),
     ],
 )
-def test_a_layer_says_what_its_arguments_are_called(make: Callable[[], object], says: str) -> None:
+def test_layer_errors_name_arguments(make: Callable[[], object], says: str) -> None:
     assert refusal(make) == says
 
 
@@ -139,14 +139,12 @@ CONFIGS: list[tuple[Callable[[], object], str]] = [
 
 
 @pytest.mark.parametrize(("make", "says"), CONFIGS)
-def test_a_configuration_says_what_its_fields_are_called(
-    make: Callable[[], object], says: str
-) -> None:
+def test_config_errors_name_fields(make: Callable[[], object], says: str) -> None:
     pytest.importorskip("transformers")
     assert refusal(make) == says
 
 
-def test_too_few_parameters_are_said_in_the_words_of_a_configuration() -> None:
+def test_config_error_of_too_few_parameters() -> None:
     pytest.importorskip("transformers")
     config = rc.lm.RecollectConfig.from_recipes(
         "gla", vocab_size=16, hidden_size=12, num_attention_heads=2, num_hidden_layers=1
@@ -188,7 +186,7 @@ def test_too_few_parameters_are_said_in_the_words_of_a_configuration() -> None:
         ),
     ],
 )
-def test_a_plan_says_what_its_keys_are_called(table: dict[str, Any], says: str) -> None:
+def test_plan_errors_name_keys(table: dict[str, Any], says: str) -> None:
     pytest.importorskip("transformers")
     from recollect.lm.data.tokenizers import byte_tokenizer
     from recollect.lm.training.plan import TrainPlan
@@ -199,7 +197,7 @@ def test_a_plan_says_what_its_keys_are_called(table: dict[str, Any], says: str) 
     assert says in refusal(lambda: build_model(plan, byte_tokenizer()))
 
 
-def test_a_saved_model_that_a_plan_names_says_what_its_own_fields_are_called(
+def test_saved_model_errors_name_its_fields(
     tmp_path: Path,
 ) -> None:
     pytest.importorskip("transformers")
@@ -243,15 +241,15 @@ COMPARISONS = [
 
 
 @pytest.mark.parametrize(("changes", "says"), COMPARISONS)
-def test_a_comparison_says_what_its_sizes_are_called(changes: dict[str, Any], says: str) -> None:
+def test_comparison_errors_name_sizes(changes: dict[str, Any], says: str) -> None:
     pytest.importorskip("transformers")
     from recollect.experiments.comparison.results import DEFAULTS
 
     changes = {**MQAR, **changes}
     chosen = [changes.pop("models", "gla")]
-    given = {name: changes.pop(name) for name in ("parameters", "jobs") if name in changes}
+    arguments = {name: changes.pop(name) for name in ("parameters", "jobs") if name in changes}
     sizes = {"mqar": DEFAULTS["mqar"].replace(**changes)}
-    result = refusal(lambda: rc.compare(chosen, ["mqar"], sizes=sizes, **given))
+    result = refusal(lambda: rc.compare(chosen, ["mqar"], sizes=sizes, **arguments))
     assert result.endswith(says.format("", "key_dim"))
 
 
@@ -267,7 +265,7 @@ def test_a_comparison_says_what_its_sizes_are_called(changes: dict[str, Any], sa
         ({"steps": 1, "tokens": 1}, "--steps and --tokens exclude each other"),
     ],
 )
-def test_the_command_line_says_its_options(
+def test_command_line_errors_name_options(
     changes: dict[str, Any], says: str, tmp_path: Path
 ) -> None:
     pytest.importorskip("typer")
@@ -283,7 +281,7 @@ def test_the_command_line_says_its_options(
     assert says.format("--", "--key-dim") in result.stderr
 
 
-def test_the_steps_of_the_command_line_are_no_key_of_the_file(tmp_path: Path) -> None:
+def test_steps_of_the_command_line_are_not_a_key_of_the_file(tmp_path: Path) -> None:
     pytest.importorskip("typer")
     pytest.importorskip("transformers")
     from typer.testing import CliRunner

@@ -1,4 +1,4 @@
-"""A state says which recipe wrote it, and no other goes on from it."""
+"""A state stores the id of the recipe that wrote it, and other recipes are refused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import recollect as rc
 from recollect.recipe.canonical import first_difference
 
 DELTA = rc.Recipe()
-# Each asks for the same numbers and remembers tensors of the same shapes as DELTA.
+# Each needs the numbers of DELTA and stores tensors of its shapes.
 OTHERS = {
     "bias": DELTA.replace(bias=rc.bias.Lp(p=3)),
     "features": DELTA.replace(features=rc.features.Relu()),
@@ -55,14 +55,14 @@ def test_another_recipe_of_the_same_shape_is_refused(what: str) -> None:
         _call(theirs, state), _read(theirs, state)
 
 
-def test_numbers_that_differ_in_their_last_digit_are_said_in_full() -> None:
+def test_error_prints_all_digits_of_numbers() -> None:
     state = _call(OTHERS["retention, barely"])
     near = DELTA.replace(retention=rc.retention.Decay(alpha=0.12345671))
     says = ("Decay(alpha=0.1234567)", "Decay(alpha=0.12345671)")
     refuses(lambda: _call(near, state), *says, error=rc.RecipeError)
 
 
-def test_a_layers_state_is_its_recipes() -> None:
+def test_state_of_a_layer_has_the_id_of_its_recipe() -> None:
     x = torch.randn(1, 3, 8)
     _, state = rc.MemoryLayer(8, 2, DELTA)(x)
     other = rc.MemoryLayer(8, 2, OTHERS["bias"])
@@ -72,7 +72,7 @@ def test_a_layers_state_is_its_recipes() -> None:
     )
 
 
-def test_recipes_that_mean_the_same_go_on_from_each_other() -> None:
+def test_equivalent_recipes_continue_each_others_states() -> None:
     same = [
         DELTA.replace(context=rc.context.Window(size=1, gated=False)),
         DELTA.replace(retention=rc.retention.Lq(q=2)),
@@ -128,14 +128,14 @@ KEEPING: dict[str, Callable[[rc.State], rc.State]] = {
 
 
 @pytest.mark.parametrize("what", KEEPING)
-def test_what_is_done_to_a_state_keeps_it(what: str) -> None:
+def test_methods_of_a_state_keep_the_id(what: str) -> None:
     state = KEEPING[what](_call(DELTA))
     assert state.recipe_id == DELTA.normal_form
     _call(DELTA, state)
     refuses(lambda: _call(OTHERS["bias"], state), "another recipe", error=rc.RecipeError)
 
 
-def test_documents_and_beams_of_a_model_keep_it() -> None:
+def test_documents_and_beams_of_a_model_keep_the_id() -> None:
     pytest.importorskip("transformers")
     config = rc.lm.RecollectConfig.from_recipes(
         "gated_delta_net",
@@ -148,8 +148,8 @@ def test_documents_and_beams_of_a_model_keep_it() -> None:
     cache = rc.lm.cache_of(model(torch.tensor([[1, 2, 3]]), use_cache=True))
     cache.batch_repeat_interleave(3)
     cache.reorder_cache(torch.tensor([2, 0, 1]))
-    written = rc.zoo.get("gated_delta_net").recipe.normal_form
-    assert [layer.state.memory.recipe_id for layer in cache.layers] == [written] * 2
+    form = rc.zoo.get("gated_delta_net").recipe.normal_form
+    assert [layer.state.memory.recipe_id for layer in cache.layers] == [form] * 2
     q = torch.randn(1, 5, 2, 4)
     borders = torch.tensor([0, 1, 5])
     _, state = rc.recall(DELTA, q, q, q, {"lr": torch.rand(1, 5, 2)}, cu_seqlens=borders)
@@ -157,7 +157,7 @@ def test_documents_and_beams_of_a_model_keep_it() -> None:
     assert state.recipe_id == DELTA.normal_form
 
 
-def test_every_engine_writes_it() -> None:
+def test_every_engine_writes_the_id() -> None:
     q = torch.randn(1, 3, 2, 4)
     for method in ("reference", "linear", "deep"):
         _, state = rc.recall(DELTA, q, q, q, {"lr": torch.rand(1, 3, 2)}, engine=method)
@@ -166,7 +166,7 @@ def test_every_engine_writes_it() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of the compiler
-def test_compiled_calls_write_it_and_refuse_others() -> None:
+def test_compiled_calls_write_and_check_the_id() -> None:
     layer, other = rc.MemoryLayer(8, 2, DELTA), rc.MemoryLayer(8, 2, OTHERS["bias"])
     x = torch.randn(1, 3, 8)
     compiled = torch.compile(layer, backend="aot_eager")
@@ -179,7 +179,7 @@ def test_compiled_calls_write_it_and_refuse_others() -> None:
         compiled(x, theirs)
 
 
-def test_states_from_before_fit_every_recipe_of_their_shapes() -> None:
+def test_states_without_an_id_fit_every_recipe_of_their_shapes() -> None:
     bare = _call(DELTA).to_dict()
     del bare["recipe_id"]
     state = rc.State.from_dict(bare)
@@ -192,7 +192,7 @@ def test_states_from_before_fit_every_recipe_of_their_shapes() -> None:
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", "3", "[" * 50_000, "x" * 10**5, '{"bias": {"member": 3}}']
 )
-def test_a_writer_nobody_knows_is_another_recipe(text: str) -> None:
+def test_unknown_id_is_another_recipe(text: str) -> None:
     state = dataclasses.replace(_call(DELTA), recipe_id=text)
     says = "belongs to another recipe" if "bias" in text else "is not the text of a recipe"
     refuses(lambda: _call(DELTA, state), says, error=rc.RecipeError)

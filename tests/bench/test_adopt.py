@@ -35,7 +35,7 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 
 
-def test_adopted_layers_compute_what_the_originals_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adopted_layers_equal_the_originals(monkeypatch: pytest.MonkeyPatch) -> None:
     for layer, (model, sizes) in adopt.LAYERS.items():
         monkeypatch.setitem(adopt.LAYERS, layer, (model, {**sizes, **SMALL[model]}))
     suite, shape = SUITES["adopt"], Shape(T=8)

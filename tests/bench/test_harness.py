@@ -44,7 +44,7 @@ def a_result() -> BenchResult:
             Case(name="base", make=nothing, flops=4e9, bytes=2e6),
             Case(name="fast", make=nothing),
         ],
-        # The machine halves its speed in the middle; the second case is twice as fast throughout.
+        # The machine slows to half in the middle; the second case is twice as fast in every round.
         [[0.1, 0.1, 0.2, 0.2, 0.2], [0.05, 0.05, 0.1, 0.1, 0.1]],
         baseline="base",
         seed=3,
@@ -74,8 +74,8 @@ class TestSummary:
             result["slow"]
 
     def test_the_ratio_is_taken_within_rounds(self) -> None:
-        # Each round disturbs one case more than the other, so the ratio of medians (0.5) misleads
-        # where the median of the ratios (2) does not.
+        # Each round disturbs one case more than the other, so the ratio of medians (0.5) misleads,
+        # and the median of the ratios (2) does not.
         result = summarize(
             [Case(name="a", make=nothing), Case(name="b", make=nothing)],
             [[1.0, 4.0, 9.0], [2.0, 2.0, 18.0]],
@@ -89,7 +89,7 @@ class TestSummary:
         assert result["b"].ratio == 2.0
         assert result["b"].median / result["a"].median == 0.5
 
-    def test_the_table_shows_every_number_and_where_it_was_measured(self) -> None:
+    def test_table_shows_every_number_and_the_environment(self) -> None:
         lines = str(a_result()).splitlines()
         assert lines[1].split() == (
             "base 200 ms 100 ms … 200 ms 1 4 2 20 25% –".split()  # noqa: SIM905
@@ -111,7 +111,7 @@ class TestSummary:
         columns = [column.name for column in result.to_table().columns]
         assert columns == ["case", "median", "quartiles", "ratio", "peak MB"]
 
-    def test_json_contains_everything(self) -> None:
+    def test_json_contains_all_fields(self) -> None:
         content = json.loads(a_result().to_json())
         assert content["schema"] == 1
         assert content["environment"]["commit"] == "0123456789ab-dirty"
@@ -161,7 +161,7 @@ class TestRun:
         assert trace(0) == trace_0
         assert trace(1) != trace_0
 
-    def test_a_case_is_made_once_and_short_ones_are_called_often(self) -> None:
+    def test_case_is_built_once_and_short_ones_run_often(self) -> None:
         calls: list[str] = []
 
         def make() -> Callable[[], object]:

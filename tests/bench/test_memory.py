@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 from recollect.benchmarks.cases.memory import measure_peak
 
 
-def test_live_tensors_are_counted_while_they_live() -> None:
+def test_live_tensors_are_counted_until_they_are_freed() -> None:
     weight = torch.zeros(100, requires_grad=True)
     with LiveMemory([weight]) as memory:
         assert memory.current == 400

@@ -45,7 +45,9 @@ def test_times_of_every_pass_next_to_both_peers() -> None:
     assert all(f">{name}</th>" in page for name in COLUMNS)
 
 
-def test_decoding_goes_on_from_the_state_after_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoding_continues_from_the_final_state(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     calls: list[tuple[int, int | None, bool]] = []
     real = one_recipe.recall
 

@@ -29,7 +29,7 @@ def reference(recipe: rc.Recipe, arguments: dict[str, Any]) -> torch.Tensor:
     return rc.recall(recipe, **arguments, engine="reference")[0]
 
 
-def test_cases_compute_what_their_recipe_means() -> None:
+def test_cases_equal_their_recipe() -> None:
     cases = build("linear", SMALL)
     recipe = rc.zoo.get("gated_delta_net").recipe
     arguments = initial_arguments(recipe, SMALL, requires_grad=True)
@@ -70,7 +70,7 @@ def test_the_suite_of_matrix_memories_has_the_published_cases() -> None:
     assert published <= {spec.name for spec in SUITES["matrix"].cases}
 
 
-def test_loops_compute_what_their_recipes_mean() -> None:
+def test_loops_equal_their_recipes() -> None:
     shape = Shape(T=40, H=2, K=8, V=8)
     loops = {
         baselines.delta_former_loop: rc.zoo.get("delta_former").recipe,

@@ -1,8 +1,8 @@
-"""Compositions written out token by token, for plain memories: no code of `recollect.blocks`.
+"""Compositions written out token by token for plain memories, without code of `recollect.blocks`.
 
-A layer's weights are taken by name. Its memory is a linear one with a rate and a decay per token
-(Gated DeltaNet), its attention has no positions, and neither has a convolution, so that each
-equation is a line.
+A layer's weights are read by name. Its memory is linear with a rate and a decay per token (Gated
+DeltaNet), its attention has no positions, and neither has a convolution, so each equation is one
+line.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def self_modifying(size: int) -> tuple[rc.Recipe, rc.LayerOptions]:
 def attention(
     size: int | None = None, first: int | None = None
 ) -> tuple[rc.Recipe, rc.LayerOptions]:
-    """Softmax attention without positions: to everything, the last ``size``, ``first`` too."""
+    """Softmax attention without positions to all tokens, or the last ``size`` and ``first``."""
     within: tuple[Any, ...] = ()
     if size is not None and first is None:
         within = (rc.context.Window(size=size, gated=False),)
@@ -60,11 +60,11 @@ def rms(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def unit(x: Tensor) -> Tensor:
-    return x / (x.square().sum(-1, keepdim=True) + 1e-12).sqrt()  # as the layer, 0 stays 0
+    return x / (x.square().sum(-1, keepdim=True) + 1e-12).sqrt()  # as in the layer, 0 stays 0
 
 
 class Memory:
-    """A linear memory of H heads that learns and is read one token at a time."""
+    """A linear memory of H heads, written and read one token at a time."""
 
     def __init__(self, layer: Any) -> None:
         self.layer, self.H = layer, layer.num_heads
@@ -89,24 +89,24 @@ class Memory:
         self.W = later
 
     def read(self, x: Tensor, W: Any = None) -> Tensor:
-        """What the layer says of x: its norm, its gate and its last map around M(q(x))."""
+        """Return the layer's output for x: its norm, its gate and its last map around M(q(x))."""
         q, layer = self.numbers(x)[0], self.layer
         W = self.W if W is None else W
         y = torch.cat([rms(W[h] @ q[h], layer.norm.weight) for h in range(self.H)])
         return layer.out.weight @ (y * nn.functional.silu(layer.output_gate.weight @ x))
 
 
-def attend(layer: Any, query: Tensor, seen: list[Tensor]) -> Tensor:
-    """Softmax attention of one token to those that it sees."""
+def attend(layer: Any, query: Tensor, visible: list[Tensor]) -> Tensor:
+    """Return softmax attention of one token to its visible tokens."""
     q_map, k_map, v_map = layer.qkv.weight.split(layer.qkv_sizes)
-    said = []
+    outputs = []
     for h in range(layer.num_heads):
         at = slice(h * layer.head_dim, (h + 1) * layer.head_dim)
         q = q_map[at] @ query
-        logits = torch.stack([(k_map[at] @ z) @ q for z in seen]) / layer.head_dim**0.5
-        values = torch.stack([v_map[at] @ z for z in seen])
-        said.append(logits.softmax(0) @ values)
-    return layer.out.weight @ torch.cat(said)
+        logits = torch.stack([(k_map[at] @ z) @ q for z in visible]) / layer.head_dim**0.5
+        values = torch.stack([v_map[at] @ z for z in visible])
+        outputs.append(logits.softmax(0) @ values)
+    return layer.out.weight @ torch.cat(outputs)
 
 
 def gate(layer: Any, passing: Tensor, opening: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ def tokens_before(layer: Any) -> list[Tensor]:
 def mac(layer: Any, x: Tensor) -> Tensor:
     """Titans eqs. 21–25, one row ``[T, D]``."""
     learned, attention_layer = Memory(layer.parts["memory"]), layer.parts["attention"]
-    C, said = layer.mixer.segment, []
+    C, outputs = layer.mixer.segment, []
     for start in range(0, len(x), C):
         initial, retrieved = learned.W, []  # M_(t−1): of this segment for all of its tokens
         segment = list(x[start : start + C])
@@ -133,20 +133,20 @@ def mac(layer: Any, x: Tensor) -> Tensor:
             y = attend(attention_layer, token, context)  # (23)
             z = rms(y, layer.learned_norm.weight)
             learned.learn(z)  # (24)
-            said.append(gate(layer, y, learned.read(z)))  # (25)
-    return torch.stack(said)
+            outputs.append(gate(layer, y, learned.read(z)))  # (25)
+    return torch.stack(outputs)
 
 
 def mag(layer: Any, x: Tensor, window: int) -> Tensor:
     """Titans eqs. 26–28."""
-    learned, initial, said = Memory(layer.parts["memory"]), tokens_before(layer), []
+    learned, initial, outputs = Memory(layer.parts["memory"]), tokens_before(layer), []
     stream = [*initial, *x]
     for i, token in enumerate(stream):
         learned.learn(token)
         recorded = [z for j, z in enumerate(stream[: i + 1]) if j < len(initial) or j > i - window]
         y = attend(layer.parts["attention"], token, recorded)
-        said.append(gate(layer, y, learned.read(token)))
-    return torch.stack(said[len(initial) :])
+        outputs.append(gate(layer, y, learned.read(token)))
+    return torch.stack(outputs[len(initial) :])
 
 
 def mal(layer: Any, x: Tensor, window: int) -> Tensor:
@@ -156,11 +156,11 @@ def mal(layer: Any, x: Tensor, window: int) -> Tensor:
     for token in (*initial, *x):
         learned.learn(token)
         y.append(learned.read(token))
-    said = []
+    outputs = []
     for i, token in enumerate(y):
         recorded = [z for j, z in enumerate(y[: i + 1]) if j < len(initial) or j > i - window]
-        said.append(attend(layer.parts["1"], token, recorded))
-    return torch.stack(said[len(initial) :])
+        outputs.append(attend(layer.parts["1"], token, recorded))
+    return torch.stack(outputs[len(initial) :])
 
 
 def boosted(layer: Any, x: Tensor, *, clip: float, published: bool) -> Tensor:
@@ -168,34 +168,34 @@ def boosted(layer: Any, x: Tensor, *, clip: float, published: bool) -> Tensor:
 
     Args:
         clip: of each channel of a residual.
-        published: as Lai et al. have it: y = α M_(t−1) q + γ R_t q, and the first memory's α for
-            both; else y = M_t q + R_t q, each with gates of its own.
+        published: the form of Lai et al.: y = α M_(t−1) q + γ R_t q, and the first memory's α for
+            both; otherwise y = M_t q + R_t q, with separate gates.
     """
     inner, second = layer.parts["first"], layer.parts["second"]
     first = Memory(inner)
     M = [inner.out.weight.new_zeros(first.V, first.K) for _ in range(first.H)]
-    R, said = list(M), []
+    R, outputs = list(M), []
     for token in x:
         q, k, v, beta, alpha = first.numbers(token)
-        own = {name: result(token.view(1, 1, -1))[0, 0] for name, result in second.gates.items()}
-        gamma = own["lr"]
-        forget = alpha if published else list(own["log_decay"].exp())
+        gates = {name: result(token.view(1, 1, -1))[0, 0] for name, result in second.gates.items()}
+        gamma = gates["lr"]
+        forget = alpha if published else list(gates["log_decay"].exp())
         read = []
         for h in range(first.H):
             initial = M[h]
             r = (v[h] - initial @ k[h]).clamp(-clip, clip)
-            kept = alpha[h] * initial
-            M[h] = kept - beta[h] * torch.outer(kept @ k[h] - v[h], k[h])
-            kept = forget[h] * R[h]
-            R[h] = kept - gamma[h] * torch.outer(kept @ k[h] - r, k[h])
+            decayed = alpha[h] * initial
+            M[h] = decayed - beta[h] * torch.outer(decayed @ k[h] - v[h], k[h])
+            decayed = forget[h] * R[h]
+            R[h] = decayed - gamma[h] * torch.outer(decayed @ k[h] - r, k[h])
             if published:
                 y = alpha[h] * initial @ q[h] + gamma[h] * R[h] @ q[h]
             else:
                 y = M[h] @ q[h] + R[h] @ q[h]
             read.append(rms(y, inner.norm.weight))
         gate_ = nn.functional.silu(inner.output_gate.weight @ token)
-        said.append(inner.out.weight @ (torch.cat(read) * gate_))
-    return torch.stack(said)
+        outputs.append(inner.out.weight @ (torch.cat(read) * gate_))
+    return torch.stack(outputs)
 
 
 def at_levels(layer: Any, x: Tensor) -> Tensor:
@@ -206,7 +206,7 @@ def at_levels(layer: Any, x: Tensor) -> Tensor:
     """
     inner, weights = layer.memory, layer.level_weights
     memory, H, L = Memory(inner), inner.num_heads, layer.mixer.num_levels
-    numbers, said = [memory.numbers(token) for token in x], []
+    numbers, outputs = [memory.numbers(token) for token in x], []
     for t, token in enumerate(x):
         parts, stop = [(t, t + 1, 0)], t
         while stop:
@@ -221,22 +221,22 @@ def at_levels(layer: Any, x: Tensor) -> Tensor:
                 W = token.new_zeros(memory.V, memory.K)
                 for s in range(start, t + 1):
                     _, k, v, beta, alpha = (number[h] for number in numbers[s])
-                    kept = alpha * W
-                    W = kept - beta * torch.outer(kept @ k, k)
+                    decayed = alpha * W
+                    W = decayed - beta * torch.outer(decayed @ k, k)
                     if s < stop:
                         W = W + beta * torch.outer(v, k)
                 y = y + lambda_[h, level] * (W @ numbers[t][0][h])
             read.append(rms(y, inner.norm.weight))
         gate_ = nn.functional.silu(inner.output_gate.weight @ token)
-        said.append(inner.out.weight @ (torch.cat(read) * gate_))
-    return torch.stack(said)
+        outputs.append(inner.out.weight @ (torch.cat(read) * gate_))
+    return torch.stack(outputs)
 
 
 def routed(layer: Any, x: Tensor, top: int) -> Tensor:
-    """Each token is learned and read by ``top`` memories, and by the shared one."""
+    """Each token is written to and read from ``top`` memories, and the shared one."""
     names = [name for name in layer.parts if name != "shared"]
     memories = {name: Memory(layer.parts[name]) for name in layer.parts}
-    said = []
+    outputs = []
     for token in x:
         p = (layer.router.scores.weight @ token).softmax(0)
         best = sorted(range(len(names)), key=lambda j: -float(p[j].detach()))[:top]
@@ -249,5 +249,5 @@ def routed(layer: Any, x: Tensor, top: int) -> Tensor:
         if "shared" in memories:
             memories["shared"].learn(token)
             y = y + memories["shared"].read(token)
-        said.append(y)
-    return torch.stack(said)
+        outputs.append(y)
+    return torch.stack(outputs)

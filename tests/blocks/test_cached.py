@@ -144,7 +144,7 @@ def test_cached_sums_of_linear_attention_are_one_memory() -> None:
     torch.testing.assert_close(layer(x)[0], layer.memory(x)[0], **TOL)
 
 
-def test_one_segment_is_the_memory_itself() -> None:
+def test_one_segment_equals_the_memory() -> None:
     layer = build(CachedMemory("titans", segment=32), 8, 2).double()
     x = tokens(2, 18)
     torch.testing.assert_close(layer(x)[0], layer.memory(x)[0], **TOL)

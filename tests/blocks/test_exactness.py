@@ -1,4 +1,4 @@
-"""Compositions are their equations, token by token, and what they become at special values."""
+"""Compositions equal their equations, token by token, and other layers at special values."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from recollect.blocks import (
     build,
 )
 
-# A dozen tokens through sums of a few dozen products of order 1 in float64: 1e-13 is what rounding
-# leaves, and a wrong mask or order changes the first digit.
+# A dozen tokens through sums of a few dozen products of order 1 in float64: 1e-13 is rounding, and
+# a wrong mask or order changes the first digit.
 TOL = {"atol": 1e-9, "rtol": 1e-9}
 WINDOW = 3
 LINEAR = ["gated_delta_net", "mamba2", "kimi_delta_attention", "dpfp", "q_delta", "nlms"]
@@ -81,8 +81,8 @@ CASES: dict[str, tuple[Any, Callable[[Any, Tensor], Tensor]]] = {
 }
 
 
-def made(mixer: Any, width: int = 8) -> Any:
-    """A float64 layer whose norms are not 1, so that a norm on the wrong side is seen."""
+def make(mixer: Any, width: int = 8) -> Any:
+    """Return a float64 layer whose norms are not 1, so that a misplaced norm is detected."""
     layer = build(mixer, width, 2).double()
     with torch.no_grad():
         for name, weight in layer.named_parameters():
@@ -94,7 +94,7 @@ def made(mixer: Any, width: int = 8) -> Any:
 @pytest.mark.parametrize("name", CASES)
 def test_a_composition_is_the_loop_of_its_equations(name: str) -> None:
     mixer, loop = CASES[name]
-    layer = made(mixer)
+    layer = make(mixer)
     x = torch.randn(2, 11, 8, dtype=torch.float64, requires_grad=True)
     y = layer(x)[0]
     expected = torch.stack([loop(layer, row) for row in x])
@@ -109,11 +109,11 @@ def test_a_composition_is_the_loop_of_its_equations(name: str) -> None:
 
 
 def test_mac_without_retrievals_is_attention_to_the_segment_and_as_many_zeros() -> None:
-    """A memory that reads 0 gives keys and values 0: logits 0 that share the softmax.
+    """A memory that reads 0 gives zero keys and values: logits of 0 in the softmax.
 
-    Attention has no biases here, so the retrieved zeros are the only trace of the memory.
+    Attention has no biases here, so only the retrieved zeros depend on the memory.
     """
-    layer = made(MemoryAsContext(loops.memory(), loops.attention(), segment=4))
+    layer = make(MemoryAsContext(loops.memory(), loops.attention(), segment=4))
     with torch.no_grad():
         layer.parts["memory"].out.weight.zero_()
     x = torch.randn(1, 10, 8, dtype=torch.float64)
@@ -140,7 +140,7 @@ def test_mac_without_retrievals_is_attention_to_the_segment_and_as_many_zeros() 
 
 
 class _Away(torch.nn.Module):
-    """Keys of retrievals that no query likes: they leave the softmax."""
+    """Keys of retrievals with large negative logits, which leave the softmax."""
 
     def __init__(self, inner: torch.nn.Linear) -> None:
         super().__init__()
@@ -155,9 +155,9 @@ class _Away(torch.nn.Module):
         return torch.cat([u[..., :D].abs() + 0.1, key, u[..., 2 * D :]], -1)
 
 
-def test_mac_that_recalls_nothing_is_segment_attention() -> None:
-    """Where the zeros that are recalled get no weight, y is plain attention to the segment."""
-    layer = made(MemoryAsContext(loops.memory(), loops.attention(), segment=5))
+def test_mac_without_recall_is_segment_attention() -> None:
+    """Retrieved zeros without weight leave plain attention to the segment."""
+    layer = make(MemoryAsContext(loops.memory(), loops.attention(), segment=5))
     attention = layer.parts["attention"]
     with torch.no_grad():
         layer.parts["memory"].out.weight.zero_()
@@ -172,22 +172,22 @@ def test_mac_that_recalls_nothing_is_segment_attention() -> None:
     torch.testing.assert_close(y, single, **TOL)
 
 
-def test_what_the_parts_of_mac_say_may_be_of_any_size() -> None:
-    """Nothing else in the layer holds the sizes of their last maps, which grow in training."""
-    layer = made(MemoryAsContext(loops.memory(), loops.attention(), segment=5))
-    x, said = torch.randn(2, 13, 8, dtype=torch.float64), []
+def test_outputs_of_the_parts_of_mac_may_have_any_size() -> None:
+    """No other part of the layer bounds the sizes of their last maps, which grow in training."""
+    layer = make(MemoryAsContext(loops.memory(), loops.attention(), segment=5))
+    x, outputs = torch.randn(2, 13, 8, dtype=torch.float64), []
     for _ in range(2):
         with torch.no_grad():
             for part in layer.parts.values():
-                part.out.weight.mul_(1e4)  # the second time, what the norms' ε adds is nothing
-        said.append(layer(x)[0])
-    torch.testing.assert_close(*said, atol=1e-6, rtol=1e-6)
+                part.out.weight.mul_(1e4)  # the ε of the norms is negligible at the second scale
+        outputs.append(layer(x)[0])
+    torch.testing.assert_close(*outputs, atol=1e-6, rtol=1e-6)
 
 
 def test_mag_with_a_constant_gate_is_sliding_window_attention() -> None:
-    layer = made(MemoryAsGate(loops.memory(), loops.attention(WINDOW)))
+    layer = make(MemoryAsGate(loops.memory(), loops.attention(WINDOW)))
     with torch.no_grad():
-        layer.gate.memory_norm.weight.zero_()  # σ(0) = ½, whatever the memory says
+        layer.gate.memory_norm.weight.zero_()  # σ(0) = ½, for any output of the memory
     x = torch.randn(2, 9, 8, dtype=torch.float64)
     single = layer.parts["attention"](x)[0]
     expected = loops.rms(single, layer.gate.attention_norm.weight) / 2
@@ -196,7 +196,7 @@ def test_mag_with_a_constant_gate_is_sliding_window_attention() -> None:
 
 @pytest.mark.parametrize("name", LINEAR)
 @pytest.mark.parametrize("chunk_size", [None, 6])
-def test_levels_of_equal_weights_are_the_memory_itself(name: str, chunk_size: int | None) -> None:
+def test_levels_of_equal_weights_equal_the_memory(name: str, chunk_size: int | None) -> None:
     layer = build(Levels(name, num_levels=5), 8, 2, chunk_size=chunk_size).double()
     with torch.no_grad():
         layer.level_weights.weight.zero_()
@@ -231,7 +231,7 @@ def test_log_linear_attention_is_masked_by_decays_and_levels() -> None:
 
 
 @pytest.mark.parametrize("name", ["gated_delta_net", "titans", "mamba2", "softmax_attention"])
-def test_a_chain_of_one_is_the_recipe_itself(name: str) -> None:
+def test_chain_of_one_equals_the_recipe(name: str) -> None:
     torch.manual_seed(3)
     chain = build(Sequential(name), 8, 2)
     torch.manual_seed(3)
@@ -270,7 +270,7 @@ def test_a_sink_window_is_a_band_and_a_front(
 def test_a_sink_window_compares_each_token_with_a_window_and_the_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Pairs of query and key that attention meets: twice the tokens, twice as many."""
+    """Pairs of query and key that attention compares: twice as many for twice the tokens."""
     from recollect.engines.kernel import attention
 
     met = 0
@@ -306,7 +306,7 @@ def test_a_sink_window_compares_each_token_with_a_window_and_the_first(
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_sink_window_of_padded_rows(side: str) -> None:
-    """Rows of any length, whose first associations come with the prompt or after it."""
+    """Rows of any length, whose first associations are in the prompt or after it."""
     recipe, T, lengths = loops.attention(5, 4)[0], 40, (40, 2, 0, 17)
     q, k, v = torch.randn(3, 4, T, 2, 4, dtype=torch.float64)
     q2, k2, v2 = torch.randn(3, 4, 20, 2, 4, dtype=torch.float64)

@@ -1,5 +1,4 @@
-"""`ResidualMemory` and `MixtureOfMemories` around every kind of memory, against the parts run by
-themselves."""
+"""`ResidualMemory` and `MixtureOfMemories` around every kind of memory, against their parts."""
 
 from __future__ import annotations
 
@@ -23,11 +22,11 @@ def tokens(rows: int, length: int) -> Tensor:
 
 
 def boosted_by_recall(layer: Any, x: Tensor) -> Tensor:
-    """One token at a time: `rc.read` of the key, then `rc.recall` of both memories."""
+    """Run one token at a time: `rc.read` of the key, then `rc.recall` of both memories."""
     first, second = layer.first, layer.second
     inputs = first.memory_inputs(x)
     started = first(x[:, :0])[1].memory
-    learned, said = None, []
+    learned, outputs = None, []
     for t in range(x.shape[1]):
         at = slice(t, t + 1)
         q, k, v = inputs.q[:, at], inputs.k[:, at], inputs.v[:, at]
@@ -47,8 +46,8 @@ def boosted_by_recall(layer: Any, x: Tensor) -> Tensor:
             initial_memory=init,
             state=learned,
         )
-        said.append(y + more)
-    return first.output(torch.cat(said, 1), inputs)
+        outputs.append(y + more)
+    return first.output(torch.cat(outputs, 1), inputs)
 
 
 @pytest.mark.parametrize(
@@ -64,9 +63,7 @@ def boosted_by_recall(layer: Any, x: Tensor) -> Tensor:
         ("ttt_linear", "delta_net"),
     ],
 )
-def test_the_second_memory_learns_what_is_read_before_a_token_is_written(
-    first: str, second: str
-) -> None:
+def test_second_memory_learns_the_residual_before_the_write(first: str, second: str) -> None:
     layer = build(ResidualMemory(first, second), 8, 2).double()
     x = tokens(2, 21).requires_grad_()
     y, expected = layer(x)[0], boosted_by_recall(layer, x)
@@ -80,34 +77,34 @@ def test_the_second_memory_learns_what_is_read_before_a_token_is_written(
             torch.testing.assert_close(a, b, atol=1e-8, rtol=1e-8)
 
 
-def test_a_second_memory_of_rate_0_leaves_the_first_as_it_is() -> None:
+def test_second_memory_of_rate_0_changes_nothing() -> None:
     silent = rc.Recipe(algorithm=rc.algorithm.GradientDescent(lr=0.0))
     layer = build(ResidualMemory("gated_delta_net", silent), 8, 2).double()
     x = tokens(2, 13)
     torch.testing.assert_close(layer(x)[0], layer.first(x)[0], **TOL)
 
 
-def test_what_the_first_memory_knows_is_no_residual() -> None:
-    """An association that is written wholly, and comes again, leaves the second nothing to learn.
+def test_stored_association_has_no_residual() -> None:
+    """An association that is fully written, and repeats, leaves no residual for the second memory.
 
-    By a rate of 1 and a key of length 1, W k = v after one write.
+    With a rate of 1 and a key of norm 1, W k = v after one write.
     """
     exact = rc.Recipe(algorithm=rc.algorithm.GradientDescent(lr=1.0))
     layer = build(ResidualMemory((exact, loops.MEMORY), (exact, loops.MEMORY)), 8, 2).double()
     token = tokens(1, 1)
-    _, once = layer(token)
+    _, first = layer(token)
     _, often = layer(token.expand(1, 6, 8))
     torch.testing.assert_close(
         often.parts["second"].memory.weights[0], torch.zeros(1, 2, 4, 4).double(), **TOL
     )
-    assert once.parts["second"].memory.weights[0].abs().max() > 1e-3
+    assert first.parts["second"].memory.weights[0].abs().max() > 1e-3
 
 
 ROUTED = ["gated_delta_net", "titans", "softmax_attention", "sliding_window_attention", "rwkv7"]
 
 
 @pytest.mark.parametrize("shared", [None, "gla"])
-def test_a_memory_runs_over_the_tokens_that_came_to_it_alone(shared: str | None) -> None:
+def test_memory_runs_over_its_tokens_only(shared: str | None) -> None:
     """With convolutions, positions, windows, token shifts and inner batches of all kinds."""
     layer = build(MixtureOfMemories(ROUTED, top=2, shared=shared), 8, 2).double()
     x = tokens(3, 40)
@@ -157,8 +154,8 @@ def test_the_balance_loss_is_k_when_balanced_and_more_when_not() -> None:
         assert math.isclose(loss, known, rel_tol=1e-12)
 
 
-def test_slots_that_other_rows_fill_do_not_pile_up() -> None:
-    """Rows that get few tokens leave empty slots in a cache of associations: they are cut off."""
+def test_empty_slots_do_not_accumulate() -> None:
+    """Rows with few tokens leave empty slots in a cache of associations, which are cut off."""
     layer = build(MixtureOfMemories(["softmax_attention"] * 4, top=1), 8, 2)
     state = None
     with torch.no_grad():
@@ -169,7 +166,7 @@ def test_slots_that_other_rows_fill_do_not_pile_up() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (
             lambda: MixtureOfMemories(["gla"], top=2),
@@ -215,13 +212,13 @@ def test_slots_that_other_rows_fill_do_not_pile_up() -> None:
         (lambda: ResidualMemory("gla", "gla", read="never"), "must be one of 'after', 'before'"),
     ],
 )
-def test_what_cannot_be_composed_is_one_sentence(make: Any, said: str) -> None:
+def test_invalid_compositions_give_one_sentence(make: Any, message: str) -> None:
     with pytest.raises(rc.RecipeError) as caught:
         make()
-    assert said in str(caught.value) and "\n" not in str(caught.value)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_second_memory_with_keys_of_its_own_is_refused() -> None:
+def test_second_memory_with_separate_keys_is_refused() -> None:
     with pytest.raises(rc.RecipeError, match="second memory of ResidualMemory receives its keys"):
         build(ResidualMemory("gla", "hgrn2"), 8, 2)
     with pytest.raises(rc.RecipeError, match="compute a value of q"):

@@ -1,4 +1,4 @@
-"""Mixers as data: files, equality, what they refuse."""
+"""Mixers as data: files, equality, and refusals."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ DEEP = Sequential(
         Levels("gated_delta_net", num_levels=5),
     ],
 )
-def test_a_mixer_is_what_its_json_says(mixer: Any) -> None:
+def test_mixer_round_trips_through_json(mixer: Any) -> None:
     repeated = read_mixer(json.loads(json.dumps(mixer.to_dict())))
     assert repeated == mixer and hash(repeated) == hash(mixer)
 
@@ -83,7 +83,7 @@ def test_leaves_have_names_and_can_be_changed() -> None:
     assert build(DEEP, 8, 2).leaves.keys() == DEEP.leaves.keys()
 
 
-def test_what_stands_for_a_mixer() -> None:
+def test_values_that_name_a_mixer() -> None:
     preset = rc.zoo.get("gla")
     same = RecipeMixer(recipe=preset.recipe, options=preset.options)
     assert as_mixer("gla") == as_mixer(preset) == as_mixer((preset.recipe, preset.options)) == same
@@ -245,15 +245,15 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_refusal_is_one_sentence(name: str) -> None:
-    make, said = REFUSED[name]
+    make, pattern = REFUSED[name]
     with pytest.raises(rc.RecipeError) as caught:
         make()
     message = str(caught.value)
-    assert said in message
+    assert pattern in message
     assert "\n" not in message
 
 
-def test_all_weights_are_drawn_anew() -> None:
+def test_reset_parameters_redraws_all_weights() -> None:
     layer = build(Sequential("mamba2", "gla", persistent=2), d_model=16, num_heads=2)
     with torch.no_grad():
         for weight in layer.parameters():
@@ -262,5 +262,5 @@ def test_all_weights_are_drawn_anew() -> None:
     assert not any(bool((weight == 7.125).any()) for weight in layer.parameters())
 
 
-def test_tokens_before_tokens_are_seen_by_sinks_of_both() -> None:
+def test_sinks_include_learned_tokens() -> None:
     assert Sequential(Sequential(sinks(4), persistent=2), persistent=2).persistent == 2

@@ -1,4 +1,4 @@
-"""`SelfModifyingMemory`: keys, values and gates are outputs of memories that learn them too."""
+"""`SelfModifyingMemory`: memories compute keys, values and gates, and learn them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAMES = ("memory", "keys", "values", "log_decay", "lr")
 
 
 def derivative(z: Tensor) -> Tensor:
-    """The derivative of the GELU."""
+    """Return the derivative of the GELU."""
     return 0.5 * (1 + torch.erf(z / 2**0.5)) + z * torch.exp(-0.5 * z * z) / (2 * torch.pi) ** 0.5
 
 
@@ -38,7 +38,7 @@ def step(W: list[Tensor], k: Tensor, v: Tensor) -> list[Tensor]:
 
 
 def self_referential(layer: Any, x: Tensor, size: int) -> Tensor:
-    """Behrouz et al. 2025, eqs. 83-90, one sequence: every memory writes its own value at k_t.
+    """Behrouz et al. 2025, eqs. 83-90, one sequence: every memory writes its output at k_t.
 
     Tokens of ``size`` read the memories at the start of their inner batch. Decays and erasures act
     at its end.
@@ -200,7 +200,7 @@ def test_constant_tokens_are_stable_at_the_largest_default_rate(norm: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("made", "message"),
+    ("mixer", "message"),
     [
         (lambda: SelfModifyingMemory("titans"), "use update_every='batch'"),
         (lambda: SelfModifyingMemory("comba"), "leave ties and complex_decay out"),
@@ -241,6 +241,6 @@ def test_constant_tokens_are_stable_at_the_largest_default_rate(norm: str) -> No
         ),
     ],
 )
-def test_refusals(made: Any, message: str) -> None:
+def test_refusals(mixer: Any, message: str) -> None:
     with pytest.raises(rc.RecipeError, match=message):
-        made()
+        mixer()

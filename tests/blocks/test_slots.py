@@ -156,7 +156,7 @@ def test_the_engines_equal_the_reference(name: str) -> None:
         torch.testing.assert_close(state.to_dict()[name], tensor, **TOL)
 
 
-def test_slots_outside_the_chosen_ones_keep_their_content() -> None:
+def test_unselected_slots_are_unchanged() -> None:
     layer = build(replace(GSA, num_slots=5, top_k=1), 16, 2).double()
     _, state = layer(tokens(1, 7))
     _, final_state = layer(tokens(1, 1), state)

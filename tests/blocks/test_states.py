@@ -1,4 +1,4 @@
-"""Compositions from state to state: splits, decoding, padding, packing, beams, files."""
+"""Compositions across states: splits, decoding, padding, packing, beams, files."""
 
 from __future__ import annotations
 
@@ -88,13 +88,13 @@ MIXERS: dict[str, Any] = {
     ),
 }
 LONG = ("context around a gate", "context of a deep memory")
-EVERY = pytest.mark.parametrize(
+COMPOSITIONS = pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in MIXERS],
 )
 
 
-def made(name: str) -> Any:
+def make(name: str) -> Any:
     chunk_size = 4 if name == "levels in chunks" else None
     return build(MIXERS[name], D, 2, chunk_size=chunk_size).double()
 
@@ -103,10 +103,10 @@ def tokens(rows: int = 3, length: int = T) -> Tensor:
     return torch.randn(rows, length, D, dtype=torch.float64)
 
 
-@EVERY
+@COMPOSITIONS
 @pytest.mark.parametrize("cut", [(1, 0, 6, 2, 3, 5), (1,) * T, (4, 4, 4, 4, 1)])
-def test_any_split_is_the_whole_and_decoding_is_parallel(name: str, cut: tuple[int, ...]) -> None:
-    layer, x = made(name), tokens()
+def test_splits_and_decoding_equal_one_call(name: str, cut: tuple[int, ...]) -> None:
+    layer, x = make(name), tokens()
     full, last = layer(x)
     parts, state, done = [], None, 0
     for n in cut:
@@ -119,9 +119,9 @@ def test_any_split_is_the_whole_and_decoding_is_parallel(name: str, cut: tuple[i
     assert torch.equal(state.position, torch.full((3,), T))
 
 
-@EVERY
+@COMPOSITIONS
 def test_gradients_go_through_states(name: str) -> None:
-    layer, x = made(name), tokens(2, 9)
+    layer, x = make(name), tokens(2, 9)
     weights = torch.randn(2, 9, D, dtype=torch.float64)
     full = torch.autograd.grad((layer(x)[0] * weights).sum(), [*layer.parameters()])
     first, state = layer(x[:, :5])
@@ -133,10 +133,10 @@ def test_gradients_go_through_states(name: str) -> None:
         torch.testing.assert_close(a, b, **TOL)
 
 
-@EVERY
+@COMPOSITIONS
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padded_rows_are_rows_alone_and_go_on_alone(name: str, side: str) -> None:
-    layer, x, more = made(name), tokens(), tokens(length=6)
+def test_padded_rows_and_their_states_equal_single_rows(name: str, side: str) -> None:
+    layer, x, more = make(name), tokens(), tokens(length=6)
     mask, padded = torch.zeros(3, T), torch.full_like(x, torch.nan)
     places = [slice(T - n, T) if side == "left" else slice(0, n) for n in LENGTHS]
     for row, (n, at) in enumerate(zip(LENGTHS, places, strict=True)):
@@ -144,7 +144,7 @@ def test_padded_rows_are_rows_alone_and_go_on_alone(name: str, side: str) -> Non
     y, state = layer(padded, None, mask)
     assert torch.equal(state.position, torch.tensor(LENGTHS))
     decoded = []
-    for t in range(6):  # rows are at different places of their segments
+    for t in range(6):  # rows are at different positions of their segments
         out, state = layer(more[:, t : t + 1], state)
         decoded.append(out)
     for row, (n, at) in enumerate(zip(LENGTHS, places, strict=True)):
@@ -155,9 +155,9 @@ def test_padded_rows_are_rows_alone_and_go_on_alone(name: str, side: str) -> Non
     assert (y[mask == 0] == 0).all()
 
 
-@EVERY
-def test_packed_documents_are_documents_alone_and_go_on_alone(name: str) -> None:
-    layer, x, more = made(name), tokens(), tokens(4, 3)
+@COMPOSITIONS
+def test_packed_documents_and_their_states_equal_single_documents(name: str) -> None:
+    layer, x, more = make(name), tokens(), tokens(4, 3)
     packed = torch.cat([x[row, :n] for row, n in enumerate(LENGTHS)])[None]
     borders = torch.tensor([0, 17, 23, 23, 34])  # the third document is empty
     y, state = layer(packed, None, None, borders)
@@ -170,18 +170,18 @@ def test_packed_documents_are_documents_alone_and_go_on_alone(name: str) -> None
         torch.testing.assert_close(repeated[:, 3 * row : 3 * row + 3], expected, **TOL)
 
 
-@EVERY
+@COMPOSITIONS
 def test_packed_documents_without_states(name: str) -> None:
-    """As when a model trains: documents of like lengths stand together where that is cheaper."""
-    layer, x = made(name), tokens()
+    """Training without states: documents of similar lengths are batched if that is cheaper."""
+    layer, x = make(name), tokens()
     packed = torch.cat([x[row, :n] for row, n in enumerate(LENGTHS)])[None].requires_grad_()
     borders = torch.tensor([0, 17, 23, 23, 34])
-    told = []
+    shapes = []
     for output_final_state in (True, False):
         y, state = layer(packed, None, None, borders, output_final_state=output_final_state)
         assert (state is None) != output_final_state
-        told.append([y, *torch.autograd.grad((y * y.detach().cos()).sum(), packed)])
-    for a, b in zip(*told, strict=True):
+        shapes.append([y, *torch.autograd.grad((y * y.detach().cos()).sum(), packed)])
+    for a, b in zip(*shapes, strict=True):
         torch.testing.assert_close(a, b, **TOL)
 
 
@@ -200,9 +200,9 @@ def test_short_documents_are_not_padded_to_the_longest(monkeypatch: pytest.Monke
     assert sum(ran) < 2 * int(borders[-1])
 
 
-@EVERY
+@COMPOSITIONS
 def test_no_token_changes_an_output_before_it(name: str) -> None:
-    layer, x = made(name), tokens(1)
+    layer, x = make(name), tokens(1)
     initial = layer(x)[0]
     for place in range(0, T, 2):
         changed = x.clone()
@@ -212,9 +212,9 @@ def test_no_token_changes_an_output_before_it(name: str) -> None:
         assert (later[:, place:] - initial[:, place:]).abs().max() > 1e-6
 
 
-@EVERY
-def test_rows_are_chosen_repeated_reset_and_written_down(name: str) -> None:
-    layer, x, more = made(name), tokens(), tokens(length=4)
+@COMPOSITIONS
+def test_states_are_selected_repeated_reset_and_saved(name: str) -> None:
+    layer, x, more = make(name), tokens(), tokens(length=4)
     _, state = layer(x)
     assert isinstance(state, MixerState) and state.rows == 3
     expected, _ = layer(more, state)
@@ -251,7 +251,7 @@ def test_the_state_of_a_context_does_not_grow_with_the_text(rows: int) -> None:
     assert state.parts["attention"].memory.buffer.k.shape[1] <= 2 + 2 * 4
 
 
-def test_what_a_call_is_given_is_checked() -> None:
+def test_arguments_are_checked() -> None:
     layer = build(MIXERS["context"], D, 2)
     chain = build(MIXERS["chain"], D, 2)
     x = torch.randn(2, 5, D)

@@ -1,4 +1,4 @@
-"""What is told of compositions: explain, cost, the commands, run files, comparisons, diagnoses."""
+"""Reports on compositions: explain, cost, the commands, run files, comparisons, diagnoses."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_every_hybrid_is_in_the_zoo_with_its_source() -> None:
         rc.zoo.get("titans_mak")
 
 
-def test_explain_tells_the_composition_its_problems_and_its_state() -> None:
+def test_explain_prints_composition_problems_and_state() -> None:
     output = run("explain", "titans_mac")
     assert "composes MemoryAsContext(memory, attention, segment=128, persistent=8)" in output
     assert "h_j = w_h ⊙ RMS(M(q(x_j))), M as it was when the segment of 128 tokens began" in output
@@ -80,7 +80,7 @@ def test_the_zoo_lists_the_hybrids() -> None:
     assert {row["name"] for row in only} == NAMES
 
 
-def test_sizes_knows_the_papers_sizes_of_hybrids() -> None:
+def test_sizes_of_hybrids() -> None:
     data = json.loads(run("sizes", "--models", "titans_mac,samba", "--json"))
     assert [size["name"] for size in data] == ["170M", "340M", "760M", "1.3B"]
     config = rc.lm.paper_config("170M", "samba")
@@ -88,8 +88,8 @@ def test_sizes_knows_the_papers_sizes_of_hybrids() -> None:
     assert data[0]["parameters"]["samba"]["total"] == rc.lm.parameter_count(config)
 
 
-def test_the_state_that_cost_states_is_the_one_that_is_kept() -> None:
-    """Memories in bytes: the layer's state has nothing else, as nothing has a convolution here."""
+def test_cost_states_the_stored_state() -> None:
+    """In bytes: the layer's state has nothing else without a convolution."""
     T, H, D = 11, 2, 16
     for mixer in (
         Sequential(loops.memory(), loops.attention(3, 2), persistent=2),
@@ -109,7 +109,7 @@ def test_the_state_that_cost_states_is_the_one_that_is_kept() -> None:
     )
 
 
-def test_the_work_of_a_composition_is_that_of_its_streams() -> None:
+def test_flops_of_a_composition_equal_its_streams() -> None:
     sizes = {"K": 8, "V": 8, "H": 2}
     memory, attention = rc.zoo.get("gated_delta_net"), rc.zoo.get("softmax_attention")
     mac = MemoryAsContext(memory, attention, segment=16, persistent=4)
@@ -123,7 +123,7 @@ def test_the_work_of_a_composition_is_that_of_its_streams() -> None:
     assert chain.total == single.total + rc.cost(attention.recipe, T=64, **sizes).total
 
 
-def test_more_memories_cost_what_their_streams_do() -> None:
+def test_flops_of_several_memories_equal_their_streams() -> None:
     sizes = {"K": 8, "V": 8, "H": 2}
     one, other = rc.zoo.get("gated_delta_net").recipe, rc.zoo.get("softmax_attention").recipe
     both = rc.cost(Sequential(one, other), T=64, **sizes)
@@ -133,10 +133,10 @@ def test_more_memories_cost_what_their_streams_do() -> None:
     assert boosted.total == first.total + second.total
     assert boosted.state_bytes == 2 * second.state_bytes
     routed = rc.cost(MixtureOfMemories([one, one, other, other], top=2, shared=one), T=64, **sizes)
-    halves = [rc.cost(recipe, T=32, **sizes) for recipe in (one, other)]
-    assert routed.total == 2 * sum(half.total for half in halves) + second.total
-    assert routed.state_bytes_per_token == 2 * round(halves[1].state_bytes_per_token / 2)
-    assert routed.decode == 2 * sum(half.decode // 2 for half in halves) + second.decode
+    parts = [rc.cost(recipe, T=32, **sizes) for recipe in (one, other)]
+    assert routed.total == 2 * sum(half.total for half in parts) + second.total
+    assert routed.state_bytes_per_token == 2 * round(parts[1].state_bytes_per_token / 2)
+    assert routed.decode == 2 * sum(half.decode // 2 for half in parts) + second.decode
     layer = build(MixtureOfMemories([loops.memory()] * 2, top=2), 16, 2)
     _, state = layer(torch.randn(1, 12, 16))
     price = rc.cost(layer.mixer, K=8, V=8, H=2, T=12)
@@ -169,7 +169,7 @@ def test_the_cost_of_levels_is_that_of_their_products(name: str) -> None:
 
 
 def _readable() -> list[str]:
-    """Presets that a context may read without writing, but for those that grow a Gram matrix."""
+    """Return presets that a context can read without writing, without those of a Gram matrix."""
     result = []
     for name in rc.zoo.names():
         try:
@@ -181,8 +181,8 @@ def _readable() -> list[str]:
 
 
 ELEMENTWISE = {"rg_lru"}
-# By how much the products that are run differ from those that are counted: features that are lifted
-# in more than one product or recomputed, and solvers whose steps are an estimate.
+# Relative difference between executed and counted products: features that are lifted in several
+# products or recomputed, and solvers whose steps are an estimate.
 LOOSE = {
     **dict.fromkeys(("performer", "rfa", "hedgehog", "dijiang", "polysketchformer"), 1.5),
     **dict.fromkeys(("sliding_window_attention", "fox", "moba"), 2.0),
@@ -195,8 +195,8 @@ LOOSE = {
 
 
 @pytest.mark.parametrize("name", _readable())
-def test_reads_are_priced_by_the_products_that_they_run(name: str) -> None:
-    """Against torch's own count of the products of a call of `rc.read`."""
+def test_flops_of_reads_equal_their_products(name: str) -> None:
+    """Against torch's count of the products of a call of `rc.read`."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -239,8 +239,8 @@ def test_the_retrieval_of_attention_grows_with_the_text_before() -> None:
     assert flops == 6 * maps + price.training / 32
 
 
-def test_what_a_part_receives_is_that_of_the_open_segment() -> None:
-    """Nested compositions begin anew with the segments of the one around them."""
+def test_part_receives_the_open_segment() -> None:
+    """Nested compositions restart with the segments of the outer one."""
     inner = MemoryAsContext(loops.memory(), loops.attention(), segment=3)
     layer = build(MemoryAsContext(loops.memory(), inner, segment=4), 8, 2).double()
     x = torch.randn(1, 10, 8, dtype=torch.float64)
@@ -261,7 +261,7 @@ def test_what_a_part_receives_is_that_of_the_open_segment() -> None:
     assert all(torch.equal(tokens, x) for tokens in leaf_inputs(gated, x).values())
 
 
-def test_what_routed_and_boosted_memories_receive() -> None:
+def test_inputs_of_routed_and_boosted_memories() -> None:
     layer = build(
         MixtureOfMemories(["gla", "delta_net"], top=1, shared=ResidualMemory("gla", "gla")), 8, 2
     )
@@ -312,7 +312,7 @@ def test_a_hybrid_in_place_of_a_decoders_attention_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_rows_of_hybrids_stand_and_are_laid_side_by_side(tmp_path: Path) -> None:
+def test_rows_of_hybrids_are_stored_and_compared(tmp_path: Path) -> None:
     path, draw = tmp_path / "text.txt", random.Random(0)
     words = ["memory", "writes", "key", "value", "reads", "query", "token", "state", "again", "the"]
     path.write_text("\n\n".join(" ".join(draw.choices(words, k=40)) + "." for _ in range(150)))
@@ -333,7 +333,7 @@ def test_rows_of_hybrids_stand_and_are_laid_side_by_side(tmp_path: Path) -> None
     assert all(f"| `{name}` |" in page for name in names)
 
 
-def test_what_a_memory_receives_can_be_diagnosed() -> None:
+def test_inputs_of_a_memory_can_be_diagnosed() -> None:
     layer = build(MemoryAsContext(loops.memory(), loops.attention(), segment=4), 8, 2).double()
     x = torch.randn(1, 10, 8, dtype=torch.float64)
     inputs = leaf_inputs(layer, x)
@@ -350,9 +350,7 @@ def test_what_a_memory_receives_can_be_diagnosed() -> None:
 
 @pytest.mark.parametrize("is_self_modifying", [True, False])
 @pytest.mark.parametrize("is_nested", [True, False])
-def test_a_memory_that_its_composition_feeds_is_traced_by_itself(
-    is_self_modifying: bool, is_nested: bool
-) -> None:
+def test_memory_of_a_composition_is_traced(is_self_modifying: bool, is_nested: bool) -> None:
     mixer = (
         SelfModifyingMemory(loops.self_modifying(4))
         if is_self_modifying
@@ -412,7 +410,7 @@ def test_a_run_file_takes_compositions(model: str, pattern: list[str]) -> None:
         assert config.has_mlp == [False, True]
 
 
-def test_a_run_file_with_a_composition_that_cannot_be_says_so() -> None:
+def test_run_file_with_an_invalid_composition() -> None:
     from recollect.lm.data.tokenizers import byte_tokenizer
     from recollect.lm.training.plan import ModelPlan
     from recollect.lm.training.setup import model_config

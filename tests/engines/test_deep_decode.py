@@ -81,11 +81,6 @@ def _of_four(recipe: rc.Recipe) -> Any:
     return dataclasses.replace(algorithm, batch_size=4)
 
 
-def _length(recipe: rc.Recipe) -> int:
-    b = recipe.algorithm.batch_size
-    return min(2 * b + b // 2 + 1, 41)
-
-
 @pytest.mark.parametrize(
     ("start", "keep"),
     [
@@ -97,7 +92,8 @@ def _length(recipe: rc.Recipe) -> int:
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 @torch.no_grad()
 def test_decoding_equals_one_pass(recipe: rc.Recipe, start: int, keep: bool) -> None:
-    x = generate.inputs(recipe, T=_length(recipe))
+    b = recipe.algorithm.batch_size
+    x = generate.inputs(recipe, T=min(2 * b + b // 2 + 1, 41))
     expected, end = rc.recall(
         recipe, **_tokens(x, 0, x.T), initial_memory=x.init, engine="reference"
     )

@@ -37,9 +37,8 @@ def recipe_of(kind: str) -> rc.Recipe:
 def slopes(recipe: rc.Recipe, x: Any, targets: str, method: str) -> dict[str, Tensor]:
     """Return gradients of outputs, memory or both, and of the squared norm of those gradients."""
     leaves = {name: t.detach().requires_grad_() for name, t in x.tensors().items()}
-    y, state = generate.run_recall(
-        recipe, x.replace_tensors(leaves), engine=method, **sizes(method)
-    )
+    size = {"chunk_size": 4} if method == "deep" else {}
+    y, state = generate.run_recall(recipe, x.replace_tensors(leaves), engine=method, **size)
     total = torch.zeros((), dtype=y.dtype)
     if targets != "memory":
         total = total + (y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum()
@@ -53,10 +52,6 @@ def slopes(recipe: rc.Recipe, x: Any, targets: str, method: str) -> dict[str, Te
         for name, g in zip(leaves, grads, strict=True):
             result[f"{order} {name}"] = torch.zeros_like(leaves[name]) if g is None else g.detach()
     return result
-
-
-def sizes(method: str) -> dict[str, int]:
-    return {"chunk_size": 4} if method == "deep" else {}
 
 
 @pytest.mark.parametrize("T", [8, pytest.param(12, marks=pytest.mark.slow), 11])

@@ -194,7 +194,7 @@ def test_a_normalised_read_is_a_memory_of_ones(decay: Decay | None) -> None:
     assert generate.relative_error(y, z) < SERIES
 
 
-def test_nothing_written_reads_zero() -> None:
+def test_empty_memory_reads_zero() -> None:
     recipe = delta_former("exp", "exp", norms=("sum", "sum"))
     x = generate.inputs(recipe, B=1, T=3, H=1, zero=True)
     _, state = generate.run_recall(recipe, x.slice_tokens(0, 0), engine="reference")

@@ -101,7 +101,7 @@ def test_tokens_padding_and_reads(order: str) -> None:
     torch.testing.assert_close(read, (x.q.unflatten(2, (2, -1)) @ W).flatten(2, 3), **TOL)
 
 
-def test_an_eigenvector_is_its_own_code() -> None:
+def test_eigenvector_is_stored_as_a_projection() -> None:
     """Equal codes and inputs are stored as a projection, which is its own transpose."""
     k = torch.eye(4, dtype=torch.float64)[:2].view(1, 2, 1, 4)
     q = torch.randn(1, 2, 1, 4, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""`compare` at toy sizes: what it measures, equal terms, interrupts, failures, the report."""
+"""`compare` at toy sizes: measurements, equal conditions, interrupts, failures, the report."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def run(
     return compare(models, tasks, text=read, sizes=SMALL, **options)
 
 
-def test_models_meet_on_equal_terms_and_everything_is_reported(text: str, tmp_path: Path) -> None:
+def test_models_have_equal_conditions_and_reports_are_complete(text: str, tmp_path: Path) -> None:
     result = run(["linear_attention", "softmax_attention"], ["text", "mqar"], text)
     assert [(r.task, r.model) for r in result.runs] == [
         (task, model)
@@ -101,7 +101,7 @@ def test_models_meet_on_equal_terms_and_everything_is_reported(text: str, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_value_that_is_not_where_its_curve_ends_says_why(
+def test_note_on_a_value_that_differs_from_the_end_of_its_curve(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from recollect.experiments.comparison import tasks
@@ -126,16 +126,16 @@ def test_a_value_that_is_not_where_its_curve_ends_says_why(
     assert result.value is not None and result.value == read.value
     assert abs(result.value - result.curve[-1][1]) > 1e-4
     page = other.save(tmp_path / "other")["report"].read_text()
-    said = (
+    notes = (
         f"on {held_out:,} bytes of held-out text; points of the learning curves on 64 of them, "
         f"evenly spread, so that a curve may end elsewhere (gla ends at {result.curve[-1][1]:.3f} "
         f"there and at {result.value:.3f} here)."
     )
-    assert said in page, "beside the table"
+    assert notes in page, "beside the table"
     assert f"Each point is measured on 64 of the {held_out:,} bytes of the table." in page
     console = Console(file=io.StringIO(), width=400)
     _show(console, other)
-    assert isinstance(console.file, io.StringIO) and said in console.file.getvalue()
+    assert isinstance(console.file, io.StringIO) and notes in console.file.getvalue()
 
 
 def test_capacity_asks_more_pairs_than_a_memory_has_dimensions(tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_capacity_asks_more_pairs_than_a_memory_has_dimensions(tmp_path: Path) -
     assert max(recall.test_pairs) > size.head_dim
     linear, titans = result.of("capacity")
     assert set(linear.by_pairs) == {*recall.train_pairs, *recall.test_pairs}
-    # One memory of 8 x 8 in float32, beside the convolution's tail of q, k and v.
+    # One memory of 8 x 8 in float32, in addition to the convolution's tail of q, k and v.
     assert linear.state_bytes - (8 * 8 * 4 + 3 * 3 * 8 * 4) in (0, 8)
     assert titans.state_bytes > linear.state_bytes
     paths = result.save(tmp_path)
@@ -160,7 +160,7 @@ def test_the_same_seed_gives_the_same_numbers(text: str) -> None:
     assert run(["gla"], ["text"], text, seed=4).runs[0].value != first.value
 
 
-def test_a_recipe_of_ones_own_competes(text: str) -> None:
+def test_custom_recipe_is_compared(text: str) -> None:
     mine = rc.Recipe(retention=rc.retention.Decay(per="key"), bias=rc.bias.DotProduct())
     result = run([("mine", mine), "retnet"], ["text"], text)
     assert [r.model for r in result.runs] == ["mine", "retnet"]
@@ -292,30 +292,31 @@ def test_the_byte_bigram_is_a_row_of_the_page(text: str, tmp_path: Path) -> None
 
 
 class Stopper:
-    """Interrupts a model after some steps, as Ctrl-C would."""
+    """Interrupts a model after some steps, like Ctrl-C."""
 
-    def __init__(self, model: str, after: int) -> None:
-        self.model, self.after = model, after
-        self.seen: list[tuple[str, str]] = []
+    def __init__(self, model: str, num_steps: int) -> None:
+        self.model, self.num_steps = model, num_steps
+        self.events: list[tuple[str, str]] = []
 
     def on_start(self, task: str, model: str, parameters: int, steps: int) -> None:
-        self.seen.append(("start", model))
+        self.events.append(("start", model))
 
     def on_step(
         self, task: str, model: str, step: int, loss: float | None, history: History
     ) -> None:
-        if model == self.model and step >= self.after:
+        if model == self.model and step >= self.num_steps:
             raise KeyboardInterrupt
 
     def on_end(self, run: ModelRun) -> None:
-        self.seen.append(("end", run.model))
+        self.events.append(("end", run.model))
 
     def on_failure(self, task: str, model: str, message: str) -> None:
-        self.seen.append(("failure", model))
+        self.events.append(("failure", model))
 
 
-def test_an_interrupt_keeps_what_was_measured(text: str, tmp_path: Path) -> None:
-    result = run(["retnet", "gla", "delta_net"], ["text"], text, progress=Stopper("gla", after=3))
+def test_interrupt_stores_finished_runs(text: str, tmp_path: Path) -> None:
+    models = ["retnet", "gla", "delta_net"]
+    result = run(models, ["text"], text, progress=Stopper("gla", num_steps=3))
     assert result.interrupted
     assert [(r.model, r.finished) for r in result.runs] == [("retnet", True), ("gla", False)]
     half = result.runs[1]
@@ -325,7 +326,7 @@ def test_an_interrupt_keeps_what_was_measured(text: str, tmp_path: Path) -> None
     assert "stopped early" in page
 
 
-def test_an_interrupt_while_a_model_is_told_lost_it(text: str) -> None:
+def test_interrupt_in_a_callback_stores_the_model(text: str) -> None:
     class Late(Stopper):
         def on_end(self, run: ModelRun) -> None:
             raise KeyboardInterrupt
@@ -335,7 +336,7 @@ def test_an_interrupt_while_a_model_is_told_lost_it(text: str) -> None:
     assert [(r.model, r.finished) for r in result.runs] == [("retnet", True)]
 
 
-def test_a_model_that_cannot_be_built_does_not_lose_the_others(text: str) -> None:
+def test_other_models_are_kept_if_one_cannot_be_built(text: str) -> None:
     broken = ("broken", rc.Recipe(memory=rc.memory.MLP(residual=False, depth=1, bias=True)))
 
     def fail(*_: Any, **__: Any) -> None:
@@ -351,12 +352,12 @@ def test_a_model_that_cannot_be_built_does_not_lose_the_others(text: str) -> Non
 
 
 @pytest.mark.slow
-def test_processes_give_what_one_process_gives(text: str) -> None:
+def test_processes_equal_one_process(text: str) -> None:
     watcher = Stopper("nobody", 0)
 
     @rc.member
     class Nameless(rc.bias.Bias):
-        """No process can import it: it has no name of its own in a module."""
+        """No process can import it, because its class is local to a function."""
 
         def loss(self, prediction: Tensor, value: Tensor, gates: Any = None) -> Tensor:
             return (prediction - value).square().sum(-1)
@@ -375,13 +376,13 @@ def test_processes_give_what_one_process_gives(text: str) -> None:
     assert "no member named 'Nameless' is registered: import the module" in reason
     assert not shared.interrupted
     assert (shared.processes, single.processes) == (2, 1)
-    assert ("failure", "nameless") in watcher.seen
+    assert ("failure", "nameless") in watcher.events
     for model in ("retnet", "delta_net"):
-        assert watcher.seen.index(("start", model)) < watcher.seen.index(("end", model))
+        assert watcher.events.index(("start", model)) < watcher.events.index(("end", model))
 
 
 class Fatal:
-    """Ends the process that unpacks it."""
+    """Ends the process that unpickles it."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os._exit, (1,)
@@ -401,9 +402,9 @@ def test_a_model_whose_process_dies_is_a_failure_with_its_reason() -> None:
 
 
 def compared_side_by_side(**options: Any) -> tuple[CompareDisplay, str]:
-    """A display that was told of three models, and what it printed."""
-    said = io.StringIO()
-    display = CompareDisplay(Console(file=said, width=120, **options), models=3, tasks=1)
+    """Return a display that received three models, and its output."""
+    output = io.StringIO()
+    display = CompareDisplay(Console(file=output, width=120, **options), models=3, tasks=1)
     with display:
         for model in ("a", "b"):
             display.on_start("text", model, 10, 5)
@@ -414,31 +415,31 @@ def compared_side_by_side(**options: Any) -> tuple[CompareDisplay, str]:
         display.on_end(
             ModelRun(task="text", model="b", parameters=10, state_bytes=1, grows=False, value=1.5)
         )
-        display.on_step("text", "b", 2, 2.0, History())  # told late
+        display.on_step("text", "b", 2, 2.0, History())  # received late
         display.live_display.refresh()
-    return display, said.getvalue()
+    return display, output.getvalue()
 
 
 def test_a_display_follows_runs_side_by_side() -> None:
-    display, said = compared_side_by_side()
+    display, output = compared_side_by_side()
     assert not display.running
     assert display.bars.task_ids == []
-    assert "text: b 1.500" in said
-    assert "text: a failed" in said
-    assert "measured" not in said, "no table where nobody looks"
+    assert "text: b 1.500" in output
+    assert "text: a failed" in output
+    assert "measured" not in output, "no table where nobody looks"
 
 
 def test_a_terminal_shows_a_table_and_no_lines() -> None:
-    _, said = compared_side_by_side(force_terminal=True)
-    assert "failed" not in said
+    _, output = compared_side_by_side(force_terminal=True)
+    assert "failed" not in output
     for shown in ("[2/3] text: b", "1/5", "1,234", "2.000", "0.250", "1.500"):
-        assert shown in said
+        assert shown in output
 
 
 @pytest.mark.slow
-def test_an_interrupt_stops_every_process_and_keeps_what_was_measured(text: str) -> None:
+def test_interrupt_stops_every_process_and_stores_finished_runs(text: str) -> None:
     long = SMALL["mqar"].replace(steps=3000)
-    watcher = Stopper("gla", after=1)
+    watcher = Stopper("gla", num_steps=1)
     result = compare(
         ["gla", "retnet", "delta_net"], ["mqar"], sizes={"mqar": long}, jobs=2, progress=watcher
     )
@@ -447,7 +448,7 @@ def test_an_interrupt_stops_every_process_and_keeps_what_was_measured(text: str)
     assert all(not r.finished and r.tokens < 3000 * 4 * 48 for r in result.runs)
 
 
-def test_the_sizes_of_one_task_may_be_given_alone() -> None:
+def test_sizes_of_a_single_task() -> None:
     single = compare("gla", "mqar", sizes=SMALL["mqar"])
     by_task = compare("gla", "mqar", sizes=SMALL)
     assert single.sizes == by_task.sizes == {"mqar": SMALL["mqar"]}
@@ -471,12 +472,17 @@ def test_refusals(models: list[str], tasks: list[str], says: str, text: str) -> 
 
 
 def test_keys_of_another_size() -> None:
-    """A memory of V × key_dim numbers; a preset that says its own size keeps it."""
-    own = ("own", rc.Recipe(), rc.LayerOptions(key_dim=5))
+    """A memory has V × key_dim numbers, and a preset with an explicit size keeps it."""
+    custom = ("own", rc.Recipe(), rc.LayerOptions(key_dim=5))
 
     def key_dims(size: Sizes) -> list[int | None]:
         configs = build_configs(
-            [resolve_model(model) for model in (own, "retnet")], 8, size, "auto", None, conv=False
+            [resolve_model(model) for model in (custom, "retnet")],
+            8,
+            size,
+            "auto",
+            None,
+            conv=False,
         )
         leaves = [config.mixer(name).leaves for config in configs for name in config.recipes]
         return [leaf.options.key_dim for parts in leaves for leaf in parts.values()]
@@ -494,8 +500,8 @@ def test_sizes_refuse_nonsense() -> None:
     assert DEFAULTS["text"].replace().schedule == DEFAULTS["text"].schedule
 
 
-def test_several_seeds_are_told_by_mean_and_spread(text: str, tmp_path: Path) -> None:
-    """Each seed is the comparison of that seed alone; mean and deviation by hand."""
+def test_several_seeds_have_mean_and_deviation(text: str, tmp_path: Path) -> None:
+    """Each seed equals the comparison of that seed; mean and deviation by hand."""
     models = ["gla", "retnet"]
     three = run(models, ["text"], text, seed=3, seeds=3)
     single = [run(models, ["text"], text, seed=seed) for seed in (3, 4, 5)]
@@ -507,11 +513,11 @@ def test_several_seeds_are_told_by_mean_and_spread(text: str, tmp_path: Path) ->
         assert [r.value for r in three.of("text") if r.model == model] == values
         assert None not in values
         numbers = np.array(values, dtype=float)
-        (told,) = [one for one in three.summaries("text") if one.model == model]
-        assert told.mean == pytest.approx(numbers.mean())
-        assert told.sd == pytest.approx(numbers.std(ddof=1))
-        assert told.format() == f"{numbers.mean():.3f} ± {numbers.std(ddof=1):.3f}"
-        assert told.format() in str(three) and told.format() in repr(three)
+        (summary,) = [one for one in three.summaries("text") if one.model == model]
+        assert summary.mean == pytest.approx(numbers.mean())
+        assert summary.sd == pytest.approx(numbers.std(ddof=1))
+        assert summary.format() == f"{numbers.mean():.3f} ± {numbers.std(ddof=1):.3f}"
+        assert summary.format() in str(three) and summary.format() in repr(three)
     paths = three.save(tmp_path)
     page, data = paths["report"].read_text(), json.loads(paths["json"].read_text())
     assert "seeds 3 to 5 (the mean ± the standard deviation of 3)" in page
@@ -533,10 +539,10 @@ def test_several_seeds_are_told_by_mean_and_spread(text: str, tmp_path: Path) ->
         ([0.5, 0.7], [0.7, 0.5], ""),
     ],
 )
-def test_where_curves_end_is_told_as_it_is_printed(
+def test_notes_on_ends_of_curves_compare_printed_values(
     curves: list[float], values: list[float], says: str
 ) -> None:
-    """One number beside another that reads the same, or of one seed beside a mean, misleads."""
+    """Numbers that print alike, or a single seed next to a mean, would mislead."""
     runs = tuple(
         ModelRun(
             task="mqar",
@@ -572,9 +578,7 @@ def test_where_curves_end_is_told_as_it_is_printed(
         (["gla", "mine"], 200, ""),
     ],
 )
-def test_a_table_of_text_says_how_far_it_may_be_read(
-    names: list[str], tokens: int, says: str
-) -> None:
+def test_caveats_of_a_table_of_text(names: list[str], tokens: int, says: str) -> None:
     conv = {name: 0 if name == "softmax_attention" else 4 for name in names}
     runs = tuple(
         ModelRun(
@@ -587,21 +591,21 @@ def test_a_table_of_text_says_how_far_it_may_be_read(
     result = rc.experiments.Comparison(
         runs=runs, sizes=dict(SMALL), seed=0, environment=describe_environment()
     )
-    said = comparison_caveats(result, "text")
-    assert said.startswith(says) and (not says) == (not said)
+    caveats = comparison_caveats(result, "text")
+    assert caveats.startswith(says) and (not says) == (not caveats)
     bare = "softmax_attention has no short convolution, which helps small models to begin."
-    assert (bare in said) == ("softmax_attention" in names)
+    assert (bare in caveats) == ("softmax_attention" in names)
     assert comparison_caveats(result, "mqar") == ""
 
 
 @pytest.mark.slow
-def test_two_seeds_are_told_by_both_values() -> None:
+def test_two_seeds_have_both_values() -> None:
     two = run(["gla"], ["mqar"], "", seeds=2, jobs=2)
     low, high = sorted(r.value or 0.0 for r in two.runs)
-    (told,) = two.summaries("mqar")
-    assert told.format() == f"{(low + high) / 2:.3f} ({low:.3f}–{high:.3f})"
-    assert told.sd is None
-    (mean, minimum, greatest) = told.by_pairs[4]
+    (summary,) = two.summaries("mqar")
+    assert summary.format() == f"{(low + high) / 2:.3f} ({low:.3f}–{high:.3f})"
+    assert summary.sd is None
+    (mean, minimum, greatest) = summary.by_pairs[4]
     each = [r.by_pairs[4] for r in two.runs]
     assert (mean, minimum, greatest) == (sum(each) / 2, min(each), max(each))
 
@@ -640,16 +644,16 @@ def test_a_comparison_prints_its_tables(text: str) -> None:
     assert len(repr(result)) < 200
 
 
-def test_an_interrupt_among_several_seeds_keeps_those_that_ended() -> None:
-    result = run(["gla"], ["mqar"], "", seeds=3, progress=Stopper("gla, seed 1", after=1))
+def test_interrupt_among_several_seeds_stores_finished_ones() -> None:
+    result = run(["gla"], ["mqar"], "", seeds=3, progress=Stopper("gla, seed 1", num_steps=1))
     assert result.interrupted
     assert [(r.seed, r.finished) for r in result.runs] == [(0, True), (1, False)]
-    (told,) = result.summaries("mqar")
-    assert told.mean == result.runs[0].value
+    (summary,) = result.summaries("mqar")
+    assert summary.mean == result.runs[0].value
     assert "1 of 3 seeds" in str(result)
 
 
-def test_a_model_that_diverges_says_so_and_the_others_stand(text: str) -> None:
+def test_diverged_model_is_reported_and_others_are_kept(text: str) -> None:
     sizes = {"text": SMALL["text"].replace(steps=60, lr=1e4)}
     result = compare(["gla", "retnet"], ["text"], text=text, sizes=sizes)
     assert {model for _, model, _ in result.failures} == {"gla", "retnet"}
@@ -658,7 +662,7 @@ def test_a_model_that_diverges_says_so_and_the_others_stand(text: str) -> None:
         assert "layer 0, in model.blocks.0.mlp." in reason and reason.endswith("take a lower lr")
 
 
-def test_a_device_that_is_not_here_is_refused(text: str) -> None:
+def test_missing_device_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"^compare: device 'cuda:99' is not here: torch sees cpu"):
         run(["gla"], ["text"], text, device="cuda:99")
     with pytest.raises(ValueError, match=r"compare: seeds must be a whole number from 1 to"):

@@ -44,7 +44,7 @@ def measure(trained: nn.Module) -> float:
     return accuracy(trained, *copying(torch.Generator().manual_seed(99), 16))
 
 
-def test_it_learns_and_stops_when_the_task_is_solved() -> None:
+def test_training_stops_when_the_task_is_solved() -> None:
     budget = Budget(steps=400, lrs=(0.05,), evaluations=20)
     result = fit(model, copying, measure, budget, seed=0)
     assert result.value == 1.0
@@ -53,7 +53,7 @@ def test_it_learns_and_stops_when_the_task_is_solved() -> None:
     assert measure(result.model) == 1.0
 
 
-def test_the_best_rate_is_found_and_the_search_ends_there() -> None:
+def test_search_ends_at_the_best_rate() -> None:
     budget = Budget(steps=60, lrs=(1e-7, 0.1, 0.2), evaluations=6)
     models: list[nn.Module] = []
 
@@ -68,7 +68,7 @@ def test_the_best_rate_is_found_and_the_search_ends_there() -> None:
 
 
 def infinite(at: set[int]) -> Callable[[Tensor], Tensor]:
-    """The identity, whose gradient is infinite at these calls."""
+    """The identity with an infinite gradient at these calls."""
     calls = count()
 
     def hooked(x: Tensor) -> Tensor:
@@ -164,7 +164,7 @@ def test_a_budget_reads_a_configuration() -> None:
     assert Budget.from_config(config, solved=0.5) == Budget(steps=7, lrs=(0.1, 0.2), solved=0.5)
 
 
-def test_accuracy_counts_what_is_asked() -> None:
+def test_accuracy_counts_labelled_positions() -> None:
     class Fixed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -185,8 +185,8 @@ def test_a_budget_refuses_nonsense(broken: dict[str, object]) -> None:
         Budget(**{"steps": 1, "lrs": (0.1,), **broken})  # type: ignore[arg-type]
 
 
-def test_what_is_unpacked_was_in_the_last_output() -> None:
-    """Compression: nothing but the last token's output may be read, or it would be copying."""
+def test_decompression_reads_the_last_output_only() -> None:
+    """Compression: only the last token's output may be read, or the task would be copying."""
     task = TaskModel(SIZES, SIZES, 8, [], unpacked=6)
     tokens = torch.randint(SIZES, (3, 6), generator=torch.Generator().manual_seed(0))
     other = torch.cat([(tokens[:, :-1] + 1) % SIZES, tokens[:, -1:]], dim=1)
@@ -195,8 +195,8 @@ def test_what_is_unpacked_was_in_the_last_output() -> None:
     assert not torch.equal(task(tokens)[:, 0], task(tokens)[:, 1]), "positions are told apart"
 
 
-def test_routed_tokens_are_balanced_as_in_a_models_own_training() -> None:
-    """One step of plain descent is that of the loss which the language model itself gives."""
+def test_balance_loss_equals_that_of_the_model() -> None:
+    """One step of plain descent equals that of the language model's training loss."""
     config = rc.lm.RecollectConfig.from_recipes(
         rc.blocks.MixtureOfMemories(["gla", "gla"], top=1),
         vocab_size=11,

@@ -1,4 +1,4 @@
-"""Language models of the papers' experiments: what is measured, and that variants differ in one."""
+"""Language models of the papers' experiments: measurements, and variants that differ once."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_bits_by_position_against_a_loop(corpus: TextCorpus) -> None:
     torch.testing.assert_close(result, sums / rows, rtol=1e-5, atol=1e-5)
 
 
-def test_spans_of_positions_are_the_whole_row() -> None:
+def test_spans_of_positions_cover_the_row() -> None:
     assert language._span_starts(1) == [0]
     assert language._span_starts(16) == [0, 1, 2, 4, 8]
     assert language._span_starts(17) == [0, 1, 2, 4, 8, 16]
@@ -100,7 +100,7 @@ def test_a_model_is_trained_and_measured(corpus: TextCorpus) -> None:
     assert math.isnan(first["diverged at step"])  # type: ignore[arg-type]
 
 
-def test_what_the_grid_varies_is_the_model_s(corpus: TextCorpus) -> None:
+def test_grid_varies_the_model(corpus: TextCorpus) -> None:
     config = language.model_for_cell(TERMS, "delta_net", width=32, heads=4, parameters=40_000)
     assert (config.hidden_size, config.num_attention_heads) == (32, 4)
     assert abs(parameter_count(config) - 40_000) <= 12 * 32
@@ -113,7 +113,7 @@ def test_what_the_grid_varies_is_the_model_s(corpus: TextCorpus) -> None:
     assert result["tokens"] == 3 * 32
 
 
-def test_a_model_that_diverges_is_told_and_stands_last(corpus: TextCorpus) -> None:
+def test_diverged_model_is_reported_last(corpus: TextCorpus) -> None:
     result = language_model({**TERMS, "lr": 1e30}, "delta_net", seed=0, device=CPU)
     assert math.isnan(result[BITS])  # type: ignore[arg-type]
     assert result["diverged at step"] in (2.0, 3.0)
@@ -158,7 +158,7 @@ def planned(tmp_path: Path, paragraphs: str) -> dict[str, Any]:
     }
 
 
-def test_a_plan_is_run_once_and_its_model_taken_again(tmp_path: Path, paragraphs: str) -> None:
+def test_plan_runs_once_and_its_model_is_reused(tmp_path: Path, paragraphs: str) -> None:
     terms = planned(tmp_path, paragraphs)
     result = language_model(terms, "delta_net", seed=0, device=CPU)
     assert result["tokens"] == 96
@@ -176,12 +176,12 @@ def test_a_plan_is_run_once_and_its_model_taken_again(tmp_path: Path, paragraphs
 def test_tasks_measure_the_model_of_a_plan(
     tmp_path: Path, paragraphs: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the network's tasks stood in for; the arguments are those that `evaluate` takes."""
+    """With a replacement for the network's tasks; the arguments are those of `evaluate`."""
     module = importlib.import_module("recollect.lm.evaluation.evaluate")
-    takes, requested = inspect.signature(module.evaluate), {}
+    parameters, requested = inspect.signature(module.evaluate), {}
 
     def measured(*args: Any, **kwargs: Any) -> SimpleNamespace:
-        requested.update(takes.bind(*args, **kwargs).arguments)
+        requested.update(parameters.bind(*args, **kwargs).arguments)
         return SimpleNamespace(tasks=(SimpleNamespace(task="wikitext", metrics=WIKITEXT),))
 
     monkeypatch.setattr(module, "evaluate", measured)
@@ -214,7 +214,7 @@ def test_numbers_of_tasks() -> None:
     assert BITS not in language._task_metrics(accuracies)
 
 
-# -- variants differ in what they say, and in nothing else -----------------------------------------
+# -- variants differ in their stated choice, and in nothing else -----------------------------------
 
 
 def changed(recipe: Recipe, of: Recipe) -> set[str]:

@@ -1,4 +1,4 @@
-"""Published tables: every file says where it is from, and numbers are the papers'."""
+"""Published tables: every file states its source, and numbers equal the papers'."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from recollect.experiments.framework.published import _parse, published, publish
 SMALL, MIDDLE, LARGE = "340M / 15B tokens", "760M / 30B tokens", "1.3B / 100B tokens"
 
 
-def test_the_tables_owed_are_there() -> None:
+def test_required_tables_exist() -> None:
     assert set(published_names()) >= {
         *(f"atlas_table{n}" for n in (2, 3, 4, 5, 6, 8)),
         *(f"miras_table{n}" for n in (2, 3, 4)),
@@ -73,7 +73,7 @@ def test_no_row_is_missing(name: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["atlas_table2", "atlas_table8"])
-def test_averages_are_means_but_for_those_the_note_names(name: str) -> None:
+def test_averages_are_means_with_the_noted_exceptions(name: str) -> None:
     table = published(name)
     for row in table.rows:
         *eight, average = [
@@ -84,8 +84,8 @@ def test_averages_are_means_but_for_those_the_note_names(name: str) -> None:
         assert (abs(sum(eight) / 8 - average) > 0.06) == known, row.model
 
 
-def test_ablations_speak_of_table_2() -> None:
-    """The perplexity of table 6 is the mean of two of table 2, for the rows that both have."""
+def test_ablations_agree_with_table_2() -> None:
+    """The perplexity of table 6 is the mean of two of table 2, for the rows in both."""
     full, parts = published("atlas_table2"), published("atlas_table6")
     same = {"Atlas": "Atlas", "+Gated MLP Memory": "Atlas++", "+Attn (MAG)": "Atlas (MAG)"}
     for part, model in same.items():
@@ -102,7 +102,7 @@ def test_the_two_mad_tables_disagree() -> None:
         assert str(value) in published(name).note
 
 
-def test_what_is_not_there_is_said() -> None:
+def test_missing_entries_are_refused() -> None:
     with pytest.raises(KeyError, match="no published table 'atlas_table9'"):
         published("atlas_table9")
     table = published("atlas_table2")

@@ -1,4 +1,4 @@
-"""Questions in long texts as tokens, and the course in which readers learn them."""
+"""Questions on long texts as tokens, and the curriculum of readers."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ Pair = tuple[Tensor, Tensor]
 SIZES = {"width": 8, "heads": 1, "layers": 1, "lr": 1e-2}
 
 
-def drawn(seed: int = 0) -> torch.Generator:
+def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def within(part: list[int], whole: list[int]) -> list[int]:
-    """Where a part of a text begins in it."""
+def within(part: list[int], text: list[int]) -> list[int]:
+    """Return the positions of a part in a text."""
     size = len(part)
-    return [at for at in range(len(whole) - size + 1) if whole[at : at + size] == part]
+    return [at for at in range(len(text) - size + 1) if text[at : at + size] == part]
 
 
 def test_words_marks_and_pairs_of_digits() -> None:
@@ -52,10 +52,10 @@ def test_words_marks_and_pairs_of_digits() -> None:
     assert words("1")[0] != words("01")[0]
     assert words("seas cups") == [0, 0]
     assert words("the") == [0]
-    assert len(words) == 11  # the unknown, five words, the full stop and four numbers
+    assert len(words) == 11  # the unknown token, five words, the full stop and four numbers
 
 
-def test_codes_in_capitals_are_spelled_where_that_is_asked() -> None:
+def test_codes_in_capitals_are_spelled_on_request() -> None:
     words = Vocabulary(["The code is ABC."], spell_capitals=True)
     assert words("CAB") == words("C A B")
     assert 0 not in words("CAB")
@@ -63,10 +63,10 @@ def test_codes_in_capitals_are_spelled_where_that_is_asked() -> None:
     assert Vocabulary(["The code is ABC."])("CAB") == [0]
 
 
-def test_the_answers_of_documents_hold_no_unknown_word() -> None:
-    """Their words are found in other documents than those asked."""
+def test_answers_of_documents_have_no_unknown_word() -> None:
+    """Their words come from other documents than the questions."""
     for form in FORMS:
-        _, labels = _documents(form, 600, 400, 100, drawn(11))
+        _, labels = _documents(form, 600, 400, 100, generator(11))
         assert bool((labels != 0).all()), form
 
 
@@ -83,7 +83,7 @@ def test_every_word_of_a_needle_is_known() -> None:
     words = needle_vocabulary(0)
     names: tuple[NeedleName, ...] = ("passkey", "number", "uuid")
     for name in names:
-        inputs, labels = needle_batch(words, name, 80, 20, drawn(9))
+        inputs, labels = needle_batch(words, name, 80, 20, generator(9))
         assert bool((labels != 0).all())
         question = inputs[:, -36 if name == "uuid" else -20 :]
         assert bool((question != 0).all())
@@ -95,8 +95,8 @@ def test_the_most_frequent_words_of_a_text_are_known() -> None:
     assert words("hill road") == [0, 0]
 
 
-def test_sentences_stand_where_others_begin() -> None:
-    """The background around them is whole, in order, and each stands at a border."""
+def test_sentences_are_inserted_at_boundaries() -> None:
+    """The background is complete and in order, and each sentence is at a boundary."""
     words = Vocabulary(["a b c d e f g h", "x y", "q", "z"])
     hay = Background(words, ["a b c.", "d e f.", "g h."])
     parts = [words("x y"), words("y x")], words("q"), words("z")
@@ -114,33 +114,35 @@ def test_sentences_stand_where_others_begin() -> None:
                 assert sentence_begins or at == 14
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_too_long_texts_are_refused() -> None:
     words = Vocabulary(["a b", "q"])
     parts = [words("a b")], words("q"), words("a")
     with pytest.raises(ValueError, match="3 tokens are too few"):
         insert_sentences(parts, Background(words, ["a."]), [0.5], start=0, length=3)
 
 
-@pytest.mark.parametrize(("name", "asked"), [("passkey", 5), ("number", 5), ("uuid", 21)])
+@pytest.mark.parametrize(("name", "num_values"), [("passkey", 5), ("number", 5), ("uuid", 21)])
 @pytest.mark.parametrize("length", [80, 200])
-def test_the_value_of_a_needle_is_asked(name: NeedleName, asked: int, length: int) -> None:
+def test_question_asks_for_the_value_of_a_needle(
+    name: NeedleName, num_values: int, length: int
+) -> None:
     words = needle_vocabulary(20)
-    inputs, labels = needle_batch(words, name, length, 5, drawn())
+    inputs, labels = needle_batch(words, name, length, 5, generator())
     assert inputs.shape == labels.shape == (5, length - 1)
     for row, expected in zip(inputs.tolist(), labels, strict=True):
-        assert int((expected != IGNORE).sum()) == asked
+        assert int((expected != IGNORE).sum()) == num_values
         answer = expected[expected != IGNORE].tolist()
         assert expected[-1] != IGNORE
         assert answer[-1:] == words(".")
-        assert row[-asked + 1 :] == answer[:-1]
-        assert within(answer, row)  # the needle itself says it
-    repeated = needle_batch(words, name, length, 5, drawn())
+        assert row[-num_values + 1 :] == answer[:-1]
+        assert within(answer, row)  # the needle contains it
+    repeated = needle_batch(words, name, length, 5, generator())
     assert torch.equal(inputs, repeated[0])
 
 
 def test_needles_are_everywhere_in_the_text() -> None:
     words = needle_vocabulary(20)
-    inputs, labels = needle_batch(words, "number", 300, 60, drawn())
+    inputs, labels = needle_batch(words, "number", 300, 60, generator())
     places = []
     for row, expected in zip(inputs.tolist(), labels, strict=True):
         places.append(within(expected[expected != IGNORE].tolist(), row)[0] / 300)
@@ -149,9 +151,9 @@ def test_needles_are_everywhere_in_the_text() -> None:
     assert 0.3 < sum(places) / len(places) < 0.7
 
 
-def test_a_story_is_whole_and_in_order() -> None:
+def test_story_is_complete_and_in_order() -> None:
     words, config = story_vocabulary(1, 20), StoryConfig(task=1, facts=3, people=3)
-    inputs, labels = story_batch(words, config, 120, 4, drawn())
+    inputs, labels = story_batch(words, config, 120, 4, generator())
     went = words("went to the")
     for row, expected in zip(inputs.tolist(), labels, strict=True):
         assert len(within(went, row)) == 3
@@ -165,7 +167,7 @@ def test_a_story_is_whole_and_in_order() -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_documents_end_with_their_answer(form: str) -> None:
     words = _vocabulary(600)
-    inputs, labels = _documents(form, 600, 216, 3, drawn(5))  # type: ignore[arg-type]
+    inputs, labels = _documents(form, 600, 216, 3, generator(5))  # type: ignore[arg-type]
     assert inputs.shape == (3, 215)
     known = (inputs != 0).float().mean()
     assert known > 0.35
@@ -174,8 +176,8 @@ def test_documents_end_with_their_answer(form: str) -> None:
         assert int((expected != IGNORE).sum()) >= 2
 
 
-def test_copies_ask_for_the_second_time_but_for_what_begins_it() -> None:
-    inputs, labels = copy_batch(9, 16, 3, drawn())
+def test_labels_of_copies_are_the_second_occurrence() -> None:
+    inputs, labels = copy_batch(9, 16, 3, generator())
     assert inputs.shape == labels.shape == (3, 15)
     assert bool((inputs[:, 4:12] == 0).all())
     assert torch.equal(inputs[:, 12:], inputs[:, :3])
@@ -192,7 +194,7 @@ def test_a_curriculum_has_its_lessons_in_order_and_ends_at_rate_zero() -> None:
         return copy_batch(5, length, batch, generator)
 
     stages, budget = curriculum(config, 9, draw)
-    shapes = [tuple(stage.draw(drawn())[0].shape) for stage in stages]
+    shapes = [tuple(stage.draw(generator())[0].shape) for stage in stages]
     assert shapes == [(3, 7), (2, 11)]
     assert [stage.steps for stage in stages] == [50, 40]
     assert requested == [("task", 12, 2)]
@@ -204,7 +206,7 @@ def test_a_curriculum_has_its_lessons_in_order_and_ends_at_rate_zero() -> None:
 
 
 class _Knows(nn.Module):
-    """Names every token of the answer but one, in the second text."""
+    """Predicts every token of the answer but one, in the second text."""
 
     def __init__(self, labels: Tensor) -> None:
         super().__init__()
@@ -218,8 +220,8 @@ class _Knows(nn.Module):
         return nn.functional.one_hot(rows, 12).float()
 
 
-def test_an_answer_is_right_as_a_whole() -> None:
-    inputs, labels = copy_batch(9, 12, 4, drawn())
+def test_answer_must_be_right_in_every_token() -> None:
+    inputs, labels = copy_batch(9, 12, 4, generator())
     assert answer_accuracy(_Knows(labels), inputs, labels, max_tokens=24) == (3 / 4, 7 / 8)
 
 
@@ -235,10 +237,10 @@ def test_a_reading_model_learns_on_its_curriculum() -> None:
     stages, budget = curriculum(config, 8, draw)
     result = fit(lambda: ReadingModel(mixer, 8, config), stages, None, budget, seed=0)
     assert result.skipped_steps == 0
-    assert answer_accuracy(result.model, *draw("task", 8, 16, drawn(7)))[0] == 1.0
+    assert answer_accuracy(result.model, *draw("task", 8, 16, generator(7)))[0] == 1.0
 
 
-def test_convolutions_and_segments_are_given() -> None:
+def test_sizes_of_convolutions_and_segments() -> None:
     config = SIZES | {"segment": 32}
     softmax = get_mixer("softmax_attention", config)
     assert isinstance(softmax, RecipeMixer)
@@ -247,6 +249,6 @@ def test_convolutions_and_segments_are_given() -> None:
     assert isinstance(mac, MemoryAsContext)
     assert (mac.segment, mac.persistent) == (32, 0)
     assert all(leaf.options.conv_size for leaf in mac.leaves.values())
-    kept = get_mixer("titans_mac", SIZES)
-    assert isinstance(kept, MemoryAsContext)
-    assert kept.persistent == 8
+    mixer = get_mixer("titans_mac", SIZES)
+    assert isinstance(mixer, MemoryAsContext)
+    assert mixer.persistent == 8

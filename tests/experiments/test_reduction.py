@@ -1,4 +1,4 @@
-"""The steps of `ttt-reduction`: one part each, down to the recipe of linear attention."""
+"""The steps of `ttt-reduction`, one part each, end at the recipe of linear attention."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_reduced_layers_are_linear_attention_of_a_masked_product() -> None:
 
 
 def test_the_deep_memory_without_a_batch_is_not_the_batched_one() -> None:
-    """With depth the inner batch matters, so that the claim on the matrix is not empty."""
+    """For a deep memory the inner batch matters, so the claim on the matrix is not trivial."""
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 37, 2, 4, dtype=torch.float64)
     rates = torch.rand(1, 37, 2, dtype=torch.float64)

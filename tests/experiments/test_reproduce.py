@@ -1,4 +1,4 @@
-"""Running experiments: every row at smoke scale, resuming, processes, files, the command."""
+"""Experiments: every row at smoke scale, resuming, processes, files, the command."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ ROWS = (
     *("atlas-table2", "atlas-window", "atlas-ablation", "scaling", "ttt-reduction"),
     *("niah", "babilong", "recall-real"),
 )
-# The fast tests run every kind of row at smoke scale: of the rows that train language models they
+# The fast tests run every kind of row at smoke scale. Of the rows that train language models they
 # run miras-pq, scaling and niah.
 LANGUAGE = (
     *("miras-table2", "miras-ablation", "atlas-table2", "atlas-window", "atlas-ablation"),
@@ -74,7 +74,7 @@ def invoke(*arguments: str) -> Result:
 
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
-    """Rows at smoke scale, each run once for all tests of this file."""
+    """Return rows at smoke scale, each run once for all tests of this file."""
     out = tmp_path_factory.mktemp("smoke")
     return functools.lru_cache(None)(lambda name: reproduce(name, scale="smoke", out=out))
 
@@ -109,7 +109,7 @@ def test_a_row_runs_at_smoke_scale(name: str, smoke: Callable[[str], Run]) -> No
 @pytest.mark.parametrize(
     "name", ["ttr-fig2", "ttr-stability", "am-state-exchange", "am-icl", "atlas-capacity"]
 )
-def test_what_is_mathematics_comes_out_at_any_scale(name: str, smoke: Callable[[str], Run]) -> None:
+def test_theorems_hold_at_any_scale(name: str, smoke: Callable[[str], Run]) -> None:
     run = smoke(name)
     assert {verdict.status for _, verdict in run.verdicts} == {"holds"}, run.verdicts
 
@@ -127,7 +127,7 @@ def test_a_row_has_three_scales(name: str) -> None:
     assert json.loads(json.dumps(experiment.configs)) == dict(experiment.configs)
 
 
-# -- a small experiment of one's own ---------------------------------------------------------------
+# -- a small custom experiment ---------------------------------------------------------------------
 
 
 def doubled(results: Results) -> Any:
@@ -167,7 +167,7 @@ def toy(measured: list[tuple[int, int]] | None = None, *, stop_at: int | None = 
     )
 
 
-def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_interrupted_run_resumes(tmp_path: Path) -> None:
     first: list[tuple[int, int]] = []
     run = reproduce(toy(first, stop_at=4), out=tmp_path)
     assert not run.complete
@@ -186,8 +186,8 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path) -> None:
     )
 
 
-def test_a_figure_that_fails_is_not_left_out(tmp_path: Path) -> None:
-    """Only results that were not measured leave the figure of an interrupted run out."""
+def test_figure_error_is_raised(tmp_path: Path) -> None:
+    """The figure of an interrupted run is left out only if results are missing."""
 
     def fails(results: Results) -> RenderedFigure:
         raise ValueError("a defect of the figure")
@@ -222,7 +222,7 @@ def test_more_seeds_measure_only_the_new_ones(tmp_path: Path) -> None:
     assert len(run.results.records) == 9
 
 
-def test_a_changed_configuration_is_measured_anew(tmp_path: Path) -> None:
+def test_changed_configuration_is_measured_again(tmp_path: Path) -> None:
     reproduce(toy(), out=tmp_path)
     measured: list[tuple[int, int]] = []
     changed = replace(
@@ -239,7 +239,7 @@ def test_the_same_seed_gives_the_same_numbers(tmp_path: Path) -> None:
     assert noise[0][0] != noise[0][3], "another seed, other numbers"
 
 
-def test_rules_that_changed_since_the_measurement_are_told(tmp_path: Path) -> None:
+def test_rules_that_changed_after_the_measurement_are_reported(tmp_path: Path) -> None:
     def stricter(results: Results) -> Any:
         return verdict(results.mean("y", x=2) == 5.0, "y at 2")
 
@@ -253,7 +253,7 @@ def test_rules_that_changed_since_the_measurement_are_told(tmp_path: Path) -> No
 
 
 def test_a_report_prints_the_command_that_repeats_it(tmp_path: Path) -> None:
-    """As it was run, with a folder that a shell has to be told in quotes."""
+    """The folder of the run has a name that needs quotes."""
     out = tmp_path / "my runs"
     invoked = invoke(
         *("reproduce", "ttr-fig2", "--scale", "smoke", "--seeds", "1", "--out", str(out))
@@ -269,14 +269,18 @@ def test_a_report_prints_the_command_that_repeats_it(tmp_path: Path) -> None:
     spent = f"{run.results.seconds:,.0f} s, summed over the cells"
     single = save_run(run)["report"].read_text("utf-8")
     assert spent in single and "at a time" not in single
-    beside = save_run(replace(run, jobs=2))["report"].read_text("utf-8")
-    assert f"{spent}, of which 2 were measured at a time" in beside
+    parallel = save_run(replace(run, jobs=2))["report"].read_text("utf-8")
+    assert f"{spent}, of which 2 were measured at a time" in parallel
 
 
-@pytest.mark.parametrize(("least", "bottom", "top"), [(0.95, 0.9, 1.005), (0.07, 0.0, 1.05)])
-def test_recall_near_one_fills_its_panels(least: float, bottom: float, top: float) -> None:
+@pytest.mark.parametrize(("smallest", "bottom", "top"), [(0.95, 0.9, 1.005), (0.07, 0.0, 1.05)])
+def test_recall_near_one_fills_its_panels(smallest: float, bottom: float, top: float) -> None:
     rows = [
-        ({"kind": kind, "layer": layer, "P": P, "T": T}, 0, {"accuracy": least if P > 8 else 1.0})
+        (
+            {"kind": kind, "layer": layer, "P": P, "T": T},
+            0,
+            {"accuracy": smallest if P > 8 else 1.0},
+        )
         for kind in ("trained", "untrained")
         for layer in ("linear attention", "RLS")
         for P in (8, 16)
@@ -284,10 +288,10 @@ def test_recall_near_one_fills_its_panels(least: float, bottom: float, top: floa
     ]
     result = _y_range(Results.from_rows(rows, config={"width": 8}))
     assert result == pytest.approx((bottom, top))
-    assert result[0] < least < 1 < result[1]
+    assert result[0] < smallest < 1 < result[1]
 
 
-def test_a_command_leaves_out_what_is_as_by_default() -> None:
+def test_command_leaves_out_defaults() -> None:
     plain: dict[str, Any] = {"seeds": None, "jobs": 1, "device": "cpu", "out": "runs"}
     assert format_command("mad", scale="small", **plain) == "recollect reproduce mad --scale small"
     other: dict[str, Any] = {"seeds": 3, "jobs": 2, "device": "cuda", "out": "other"}
@@ -297,7 +301,7 @@ def test_a_command_leaves_out_what_is_as_by_default() -> None:
     )
 
 
-@pytest.mark.slow  # each process imports everything anew
+@pytest.mark.slow  # each process imports everything again
 def test_processes_measure_the_same(tmp_path: Path) -> None:
     one = reproduce("am-icl", scale="smoke", out=tmp_path / "one")
     two = reproduce("am-icl", scale="smoke", out=tmp_path / "two", jobs=2)
@@ -306,12 +310,12 @@ def test_processes_measure_the_same(tmp_path: Path) -> None:
         assert a.values["at the end"] == pytest.approx(b.values["at the end"], rel=1e-6)
 
 
-def test_other_processes_cannot_find_an_experiment_of_ones_own(tmp_path: Path) -> None:
+def test_custom_experiment_cannot_run_in_processes(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"toy is not in the registry.*one job"):
         reproduce(toy(), out=tmp_path, jobs=2)
 
 
-def test_a_cell_whose_process_died_is_told_after_the_others(
+def test_cell_whose_process_died_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def first_dies(work: Any, parts: Any, processes: int) -> Any:
@@ -323,13 +327,13 @@ def test_a_cell_whose_process_died_is_told_after_the_others(
     monkeypatch.setattr(runner, "run_in_workers", first_dies)
     with pytest.raises(ValueError, match=r"process was killed; 1 of \d+ cells failed.* again"):
         reproduce("ttr-fig2", scale="smoke", out=tmp_path, jobs=2)
-    told = json.loads((tmp_path / "ttr-fig2" / "results.json").read_text())
-    assert told["complete"] is False
-    assert told["records"]
+    data = json.loads((tmp_path / "ttr-fig2" / "results.json").read_text())
+    assert data["complete"] is False
+    assert data["records"]
     monkeypatch.undo()
     repeated = reproduce("ttr-fig2", scale="smoke", out=tmp_path)
     assert repeated.complete
-    assert len(repeated.results.records) == len(told["records"]) + 1
+    assert len(repeated.results.records) == len(data["records"]) + 1
 
 
 # -- records ---------------------------------------------------------------------------------------
@@ -410,18 +414,18 @@ def test_the_command_runs_and_writes_a_gallery(
     assert save_gallery(tmp_path / "empty") is None
 
 
-def test_the_gallery_is_what_the_runs_say(
+def test_gallery_equals_the_runs(
     tmp_path: Path, save_gallery_markdown: Callable[..., Path]
 ) -> None:
-    """The committed page counts verdicts, and says of a rule that it was changed after a run."""
+    """The committed page counts verdicts, and marks rules that changed after a run."""
     root = Path(__file__).parents[2]
     page = save_gallery_markdown(root / "results" / "reproduce", tmp_path / "gallery.md")
     text = page.read_text("utf-8")
     assert text == (root / "docs" / "gallery.md").read_text("utf-8")
     claims = json.loads((root / "results/reproduce/ttr-fig3/results.json").read_text("utf-8"))
-    said = [claim["verdict"] for claim in claims["claims"]]
+    verdicts = [claim["verdict"] for claim in claims["claims"]]
     row = next(line for line in text.splitlines() if line.startswith("| [ttr-fig3](#ttr-fig3)"))
-    counts = [said.count(verdict) for verdict in ("holds", "does not hold")]
+    counts = [verdicts.count(verdict) for verdict in ("holds", "does not hold")]
     assert [cell.strip() for cell in row.split("|")[3:5]] == [str(n or "") for n in counts]
     for name, claim in (("ttr-fig3", "With P = 128 > d"), ("word-problems", "A rotation of S₃")):
         part = text.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
@@ -435,8 +439,8 @@ def test_the_papers_scale_needs_launch(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     for words in ("14 cells, 3 seeds each", "--scale paper --launch", "--jobs 4"):
         assert words in result.output
-    every = json.loads(invoke("reproduce", "--all", "--scale", "paper", "--json").stdout)
-    assert [row["experiment"] for row in every] == list(EXPERIMENTS)
+    launches = json.loads(invoke("reproduce", "--all", "--scale", "paper", "--json").stdout)
+    assert [row["experiment"] for row in launches] == list(EXPERIMENTS)
 
 
 def test_progress_estimates_the_remaining_time(

@@ -1,4 +1,4 @@
-"""A table that grows row by row: nothing is trained twice, and unequal rows are refused."""
+"""A table that grows by rows: no row is trained twice, and unequal rows are refused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def rows(models: list[str], folder: Path, corpus: TextCorpus, **options: Any) ->
     return extend_table(models, folder, corpus=corpus, command="recollect compare ...", **options)
 
 
-def test_rows_that_stand_are_not_trained_again(tmp_path: Path, corpus: TextCorpus) -> None:
+def test_stored_rows_are_not_trained_again(tmp_path: Path, corpus: TextCorpus) -> None:
     first = rows(["retnet"], tmp_path, corpus)
     assert first is not None
     assert [run.model for run in first.runs] == ["retnet"]
@@ -47,7 +47,7 @@ def test_rows_that_stand_are_not_trained_again(tmp_path: Path, corpus: TextCorpu
     (tmp_path / "README.md").unlink()
     assert rows(["gla", "retnet"], tmp_path, corpus) is None
     assert (tmp_path / "retnet.json").read_text() == initial
-    assert (tmp_path / "README.md").read_text() == page  # of rows that stand, too
+    assert (tmp_path / "README.md").read_text() == page  # of stored rows, too
     for model in ("retnet", "gla"):
         row = json.loads((tmp_path / f"{model}.json").read_text())
         assert f"| `{model}` | {row['run']['value']:.3f} | " in page
@@ -81,7 +81,7 @@ def test_a_row_with_the_same_layer_options_is_another_row(
 
 
 @pytest.mark.slow
-def test_rows_are_kept_as_processes_end(tmp_path: Path, corpus: TextCorpus) -> None:
+def test_rows_are_stored_as_processes_end(tmp_path: Path, corpus: TextCorpus) -> None:
     result = rows(["retnet", "gla"], tmp_path, corpus, jobs=2)
     assert result is not None
     assert not result.failures
@@ -91,8 +91,8 @@ def test_rows_are_kept_as_processes_end(tmp_path: Path, corpus: TextCorpus) -> N
         assert row["run"]["finished"]
 
 
-def test_a_row_has_heads_of_its_own(tmp_path: Path, corpus: TextCorpus) -> None:
-    """Another division of the width is another row's choice, not another table's; it is told."""
+def test_row_may_have_another_number_of_heads(tmp_path: Path, corpus: TextCorpus) -> None:
+    """Another number of heads is the choice of a row, and not another table; it is reported."""
     rows(["retnet"], tmp_path, corpus)
     assert rows(["gla"], tmp_path, corpus, sizes=SMALL.replace(heads=4, key_dim=2)) is not None
     page = (tmp_path / "README.md").read_text()
@@ -154,7 +154,7 @@ def test_a_row_older_than_a_term_that_is_null_stays_in_the_table(
         write_rows_table(tmp_path)
 
 
-def test_a_row_of_an_older_preset_says_so_and_fields_younger_than_a_row_are_no_change(
+def test_row_of_an_older_preset_is_marked_and_new_fields_are_not_changes(
     tmp_path: Path, corpus: TextCorpus
 ) -> None:
     rows(["delta_net"], tmp_path, corpus)
@@ -162,7 +162,7 @@ def test_a_row_of_an_older_preset_says_so_and_fields_younger_than_a_row_are_no_c
     row = json.loads(path.read_text())
     del row["recipe"]["algorithm"]["normalized_steps"]
     path.write_text(json.dumps(row))
-    assert rows(["delta_net"], tmp_path, corpus) is None  # it stands
+    assert rows(["delta_net"], tmp_path, corpus) is None  # the row is stored
     assert "†" not in write_rows_table(tmp_path).read_text()
     row["recipe"]["algorithm"]["lr"] = 0.5
     path.write_text(json.dumps(row))

@@ -31,7 +31,7 @@ def results(accuracies: dict[str, float] = ACCURACIES) -> Results:
 
 
 @pytest.mark.parametrize(
-    ("rule", "text", "holds"),
+    ("rule", "text", "is_true"),
     [
         (
             rules.below("loss", lower=["a"], upper=["b", "c"]),
@@ -77,10 +77,10 @@ def results(accuracies: dict[str, float] = ACCURACIES) -> Results:
         ),
     ],
 )
-def test_a_rule_states_its_condition(rule: Rule, text: str, holds: bool) -> None:
+def test_a_rule_states_its_condition(rule: Rule, text: str, is_true: bool) -> None:
     assert text in rule.text
     verdict = rule.judge(results())
-    assert verdict.status == ("holds" if holds else "does not hold")
+    assert verdict.status == ("holds" if is_true else "does not hold")
     assert verdict.evidence.endswith(".")
 
 
@@ -100,7 +100,7 @@ def shuffled(rows: list[Any], **config: Any) -> Iterator[Results]:
 
 
 def test_a_diverged_run_counts_the_same_in_any_order() -> None:
-    """By a maximum of Python, a Transformer of NaN counted or not by its place."""
+    """Python's maximum of values with NaN depends on their order."""
     (claim,) = [c for c in EXPERIMENTS["am-fig4"].claims if c.name == "Transformers"]
     delta = {"model": "DeltaFormer", "heads": "1 × 12", "kernel": "exp"}
     transformer = {"model": "Transformer", "heads": "4 × 3"}
@@ -148,7 +148,7 @@ def _judge(measured: Results) -> Verdict:
 
 
 def test_a_digest_covers_all_that_a_special_rule_uses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The digest of the outermost function alone missed its helpers and constants."""
+    """A digest covers helpers and constants of a function."""
     rule = rules.special("Accuracy is high.", _judge)
     initial = rule.digest
     assert initial == rules.special("Accuracy is high.", _judge).digest

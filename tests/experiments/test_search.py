@@ -141,8 +141,8 @@ def test_options_keep_the_gates_of_ties() -> None:
 def test_a_member_of_the_user_takes_part(monkeypatch: pytest.MonkeyPatch) -> None:
     assert SquareRoot in all_members()
     # Draws depend on all members that are registered, also on those of other tests.
-    here = [x for x in all_members() if x.__module__.startswith("recollect.") or x is SquareRoot]
-    monkeypatch.setattr(draws, "all_members", lambda: tuple(here))
+    members = [x for x in all_members() if x.__module__.startswith("recollect.") or x is SquareRoot]
+    monkeypatch.setattr(draws, "all_members", lambda: tuple(members))
 
     def has_member(seed: int) -> bool:
         actual = draw_neighbour(START, seed=seed, draws=0, known=(), accept=lambda _: True)
@@ -170,7 +170,7 @@ class StopAt(ProgressReporter):
     def on_failure(self, *event: Any) -> None: ...
 
 
-def test_an_interrupted_search_continues_to_the_result_of_a_whole_one(tmp_path: Path) -> None:
+def test_interrupted_search_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     options: dict[str, Any] = {"baselines": "delta_net", "seed": 1}
     full = run(trials=3, **options)
     stopped = run(trials=3, folder=tmp_path, progress=StopAt(4), **options)
@@ -217,7 +217,7 @@ def test_the_front_has_no_dominated_point() -> None:
     assert len(result.points("mqar", "time")) == 3
 
 
-def test_a_search_in_which_only_a_baseline_ended_has_no_best(tmp_path: Path) -> None:
+def test_search_without_a_finished_recipe_has_no_best(tmp_path: Path) -> None:
     result = run(trials=1, baselines="delta_net")
     trials = (trial("linear_attention", 2, None), trial("delta_net", 2, 0.5))
     result = dataclasses.replace(result, trials=trials)

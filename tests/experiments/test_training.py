@@ -63,7 +63,7 @@ def entropy(outputs: object, labels: Tensor, num_items_in_batch: object = None) 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="the Trainer would use all devices")
 def test_weights_are_those_of_the_trainer(tmp_path: Path) -> None:
-    """Order of examples, groups, schedule, clipping and rounding: the same bits."""
+    """Order of examples, groups, schedule, clipping and rounding give equal bits."""
     config = MqarConfig(vocab=32, pairs=3, length=16)
     examples = mqar(config, 50, torch.Generator().manual_seed(0))
     schedule = Schedule(steps=12, batch=4, lr=0.02, clip=0.5, evaluations=3)
@@ -129,7 +129,7 @@ def test_a_step_without_a_finite_gradient_is_not_taken() -> None:
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_model_that_diverges_names_the_step_the_rate_and_the_layer(backward: bool) -> None:
-    """On the third step; the oracle is where the fault was put."""
+    """On the third step; the oracle is the position of the fault."""
     examples = mqar(MqarConfig(vocab=32, pairs=3, length=16), 24, torch.Generator().manual_seed(0))
     schedule = Schedule(steps=6, batch=4, lr=0.02, warmup=0.5)
     model, history = language_model(), History()

@@ -1,6 +1,6 @@
-"""Every verdict rule can say yes and can say no: data that support a claim, and that contradict it.
+"""Every verdict rule is true and false for data that support and contradict its claim.
 
-No number here was measured; each is made up to stand on one side of its rule.
+The numbers are not measurements, but constructed on either side of the rule.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from recollect.experiments.papers.ttr.recall import mean_named_pairs
 Rows = list[tuple[dict[str, Any], dict[str, Any]]]
 
 
-def made(name: str, rows: Rows, *, scale: str = "small", **config: Any) -> Results:
-    """Results with three equal seeds, in the configuration of the small scale."""
+def make_results(name: str, rows: Rows, *, scale: str = "small", **config: Any) -> Results:
+    """Return results with three equal seeds, in the configuration of the small scale."""
     full = {**EXPERIMENTS[name].configs["small"], **config}
     triples = [(cell, seed, values) for seed in range(3) for cell, values in rows]
     return Results.from_rows(triples, scale=scale, config=full)
@@ -74,7 +74,7 @@ def exchange(rounding: float, linear: float, error: float = 0.0) -> Rows:
     ]
 
 
-def apart(largest: float) -> Rows:
+def differences(largest: float) -> Rows:
     return [
         ({"axis": axis, "kernel": "exp", "at": 4}, {"standard errors apart": x})
         for axis, x in (("N", 1.0), ("d", largest), ("τ", 0.5))
@@ -138,13 +138,13 @@ def fig5(linear: float, rounding: float) -> Rows:
     ]
 
 
-def fig6(curriculum: float, direct: float, *, nope: float, rope: float, kept: float) -> Rows:
+def fig6(curriculum: float, direct: float, *, nope: float, rope: float, retained: float) -> Rows:
     return [
         (
             {"position": position, "training": training},
             {
                 "accuracy": x,
-                "at twice the length": x - (0.1 if position == "RoPE" else kept),
+                "at twice the length": x - (0.1 if position == "RoPE" else retained),
                 "accuracy by steps": [nope if position == "NoPE" else rope] * 3,
             },
         )
@@ -203,25 +203,25 @@ def recalled(linear: float, delta: float, atlas: float) -> Rows:
     ]
 
 
-def mad(*found: float) -> Rows:
+def mad(*values: float) -> Rows:
     names = ("atlas", "omega_net", "titans", "softmax_attention")
     return [
         ({"architecture": name, "task": task}, {"accuracy": x})
-        for name, x in zip(names, found, strict=True)
+        for name, x in zip(names, values, strict=True)
         for task in ("compression", "memorization")
     ]
 
 
-def groups(name: str, *found: tuple[str, float]) -> Rows:
+def groups(name: str, *values: tuple[str, float]) -> Rows:
     return [
         ({"group": name, "model": model}, {"accuracy": x, "at the longest": x})
-        for model, x in found
+        for model, x in values
     ]
 
 
-def models(**found: float) -> Rows:
-    """Language models by name, and their bits per byte."""
-    return [({"model": name}, {"bits per byte": x}) for name, x in found.items()]
+def models(**values: float) -> Rows:
+    """Return language models by name, and their bits per byte."""
+    return [({"model": name}, {"bits per byte": x}) for name, x in values.items()]
 
 
 def heads(kernel: str, few: float, many: float) -> Rows:
@@ -231,7 +231,7 @@ def heads(kernel: str, few: float, many: float) -> Rows:
 
 
 def table2(ours: float, recurrent: float, attention: float = 3.0, *, last: float = 0.0) -> Rows:
-    """MIRAS's three and their hybrids against the others; ``last`` is added to one of each."""
+    """MIRAS's three models and their hybrids against the others; ``last`` is added once to each."""
     result = {
         **dict.fromkeys(("retnet", "gla", "mamba2", "delta_net", "ttt_linear"), recurrent + 0.1),
         "gated_delta_net": recurrent,
@@ -244,7 +244,7 @@ def table2(ours: float, recurrent: float, attention: float = 3.0, *, last: float
 
 
 def powers(over_p: dict[float, float], over_q: dict[float, float]) -> Rows:
-    """MONETA by p at q = 4 and by q at p = 3: bits at the shortest rows, and then 1 or given."""
+    """MONETA by p at q = 4 and by q at p = 3: bits at the shortest rows, then 1 or the argument."""
     cells = [((p, 4.0), x) for p, x in over_p.items()] + [((3.0, q), x) for q, x in over_q.items()]
     return [
         ({"p": p, "q": q, "length": length}, {"bits per byte": x})
@@ -254,12 +254,12 @@ def powers(over_p: dict[float, float], over_q: dict[float, float]) -> Rows:
 
 
 def reduced(**changed: float) -> Rows:
-    """Every step of the reduction at 2 bits per byte, plus what is given."""
+    """Return every step of the reduction at 2 bits per byte, plus the arguments."""
     return models(**{name: 2.0 + changed.get(name, 0.0) for name in STEPS})
 
 
-def parts(whole: float, less: float, name: str) -> Rows:
-    return models(**{"YAAD": whole, name: less})
+def parts(full: float, less: float, name: str) -> Rows:
+    return models(**{"YAAD": full, name: less})
 
 
 def windows(first: float, last: float) -> Rows:
@@ -271,7 +271,7 @@ def windows(first: float, last: float) -> Rows:
 
 
 def atlas(**changed: float) -> Rows:
-    """Atlas at 2 bits per byte and 50 per cent; the others lose or gain what is given."""
+    """Atlas at 2 bits per byte and 50 per cent; the arguments change the others."""
     names = {
         "gated": "+ gated memory",
         "mag": "+ attention (MAG)",
@@ -288,7 +288,7 @@ def atlas(**changed: float) -> Rows:
 
 
 def lengths(deep: float, matrix: float) -> Rows:
-    """Bits by length, where the longest rows gain so much."""
+    """Return bits by length, with this gain for the longest rows."""
     return [
         ({"model": model, "width": 64, "length": length}, {"bits per byte": x})
         for model, gain in (("titans", deep), ("yaad", deep), ("mamba2", matrix))
@@ -309,7 +309,7 @@ def budgets(deep: float) -> Rows:
 
 
 def needles(deep: float, shallow: float, *, hybrid: float = 0.9, learned: float = 1.0) -> Rows:
-    """Accuracies beyond the training's length, at which all but one have learned."""
+    """Return accuracies beyond the training's length, at which all but one have learned."""
     beyond = {
         "titans": deep,
         "atlas": deep,
@@ -347,8 +347,8 @@ def facts(titans: float, atlas: float, *, middle: float = 0.95, learned: float =
     ]
 
 
-def documents(*found: float) -> Rows:
-    pairs = zip(EXPECTED_ORDER, found, strict=True)
+def documents(*values: float) -> Rows:
+    pairs = zip(EXPECTED_ORDER, values, strict=True)
     return [({"model": model}, {"average": x}) for model, x in pairs]
 
 
@@ -386,7 +386,7 @@ CASES: dict[tuple[str, str], tuple[Rows, list[Rows]]] = {
         [exchange(0.999, 0.1), exchange(1.0, 0.1, error=0.7)],
     ),
     ("am-state-exchange", "linear fails"): (exchange(1.0, 0.1), [exchange(1.0, 0.95)]),
-    ("am-snr", "closed forms"): (apart(4.0), [apart(6.0), apart(math.nan)]),
+    ("am-snr", "closed forms"): (differences(4.0), [differences(6.0), differences(math.nan)]),
     ("am-snr", "d = O(log² N)"): (needed(10, 64), [needed(14, 64), needed(10, 9)]),
     ("am-snr", "temperature"): (
         by("τ", ("exp",), TAUS, (1.0, 2.0, 3.0)),
@@ -408,16 +408,16 @@ CASES: dict[tuple[str, str], tuple[Rows, list[Rows]]] = {
     ("am-fig5", "linear kernel degrades"): (fig5(0.2, 1.0), [fig5(0.95, 1.0)]),
     ("am-fig5", "rounding does not"): (fig5(0.2, 1.0), [fig5(0.2, 0.9)]),
     ("am-fig6", "curriculum wins"): (
-        fig6(0.9, 0.5, nope=0.4, rope=0.6, kept=0.0),
-        [fig6(0.5, 0.5, nope=0.4, rope=0.6, kept=0.0)],
+        fig6(0.9, 0.5, nope=0.4, rope=0.6, retained=0.0),
+        [fig6(0.5, 0.5, nope=0.4, rope=0.6, retained=0.0)],
     ),
     ("am-fig6", "NoPE is slower"): (
-        fig6(0.9, 0.5, nope=0.4, rope=0.6, kept=0.0),
-        [fig6(0.9, 0.5, nope=0.7, rope=0.6, kept=0.0)],
+        fig6(0.9, 0.5, nope=0.4, rope=0.6, retained=0.0),
+        [fig6(0.9, 0.5, nope=0.7, rope=0.6, retained=0.0)],
     ),
     ("am-fig6", "NoPE generalises further"): (
-        fig6(0.9, 0.5, nope=0.4, rope=0.6, kept=0.0),
-        [fig6(0.9, 0.5, nope=0.4, rope=0.6, kept=0.2)],
+        fig6(0.9, 0.5, nope=0.4, rope=0.6, retained=0.0),
+        [fig6(0.9, 0.5, nope=0.4, rope=0.6, retained=0.2)],
     ),
     ("am-fig7", "DeltaFormer"): (fig7(0.99, 0.9), [fig7(0.9, 0.9)]),
     ("am-fig7", "Transformers"): (fig7(0.99, 0.9), [fig7(1.0, 0.99), fig7(0.8, 0.9)]),
@@ -577,35 +577,35 @@ CASES: dict[tuple[str, str], tuple[Rows, list[Rows]]] = {
 }
 
 
-def test_every_claim_is_here() -> None:
+def test_every_claim_has_a_rule() -> None:
     claims = {(e.name, claim.name) for e in EXPERIMENTS.values() for claim in e.claims}
     assert set(CASES) == claims
 
 
 @pytest.mark.parametrize(("experiment", "claim"), CASES)
-def test_a_rule_says_yes_and_no(experiment: str, claim: str) -> None:
+def test_rule_is_true_and_false(experiment: str, claim: str) -> None:
     (result,) = [c for c in EXPERIMENTS[experiment].claims if c.name == claim]
     supporting, contradicting = CASES[experiment, claim]
     scale = result.scales[-1]
-    verdict = result.verdict(made(experiment, supporting, scale=scale))
+    verdict = result.verdict(make_results(experiment, supporting, scale=scale))
     assert verdict.status == "holds", verdict.evidence
     for rows in contradicting:
-        verdict = result.verdict(made(experiment, rows, scale=scale))
+        verdict = result.verdict(make_results(experiment, rows, scale=scale))
         assert verdict.status == "does not hold", verdict.evidence
 
 
 @pytest.mark.parametrize(("experiment", "claim"), CASES)
-def test_what_was_not_measured_is_not_judged(experiment: str, claim: str) -> None:
-    """A rule without data neither holds nor fails."""
+def test_missing_measurements_have_no_verdict(experiment: str, claim: str) -> None:
+    """A rule without data is neither true nor false."""
     (result,) = [c for c in EXPERIMENTS[experiment].claims if c.name == claim]
     stray: Rows = [({"layer": "none of them", "memory": "none of them"}, {"nothing": 1.0})]
-    verdict = result.verdict(made(experiment, stray, scale=result.scales[-1]))
+    verdict = result.verdict(make_results(experiment, stray, scale=result.scales[-1]))
     assert verdict.status == "not testable at this scale", verdict.evidence
 
 
-def test_trained_models_are_not_judged_at_smoke_scale() -> None:
+def test_trained_models_have_no_verdict_at_smoke_scale() -> None:
     (claim,) = [c for c in EXPERIMENTS["am-fig4"].claims if c.name == "DeltaFormer"]
-    verdict = claim.verdict(made("am-fig4", fig4(1.0, 0.5), scale="smoke"))
+    verdict = claim.verdict(make_results("am-fig4", fig4(1.0, 0.5), scale="smoke"))
     assert verdict.status == "not testable at this scale"
 
 
@@ -617,10 +617,10 @@ def test_trained_models_are_not_judged_at_smoke_scale() -> None:
         ("recall-real", documents(0.19, 0.1, 0.05, 0.0)),
     ],
 )
-def test_readers_that_learned_nothing_are_not_judged(experiment: str, rows: Rows) -> None:
-    """Of an accuracy that is low everywhere, nothing can be lost."""
+def test_readers_that_learned_nothing_have_no_verdict(experiment: str, rows: Rows) -> None:
+    """An accuracy that is low at every length cannot decrease."""
     for claim in EXPERIMENTS[experiment].claims:
-        verdict = claim.verdict(made(experiment, rows))
+        verdict = claim.verdict(make_results(experiment, rows))
         assert verdict.status == "not testable at this scale", verdict.evidence
 
 
@@ -638,19 +638,19 @@ def test_a_diverged_run_counts_in_any_order_of_the_cells(order: int) -> None:
         ("word-problems", "parity", parity),
     ):
         (result,) = [c for c in EXPERIMENTS[name].claims if c.name == claim]
-        verdict = result.verdict(made(name, rows[::order]))
+        verdict = result.verdict(make_results(name, rows[::order]))
         assert verdict.status == "does not hold", verdict.evidence
 
 
-def test_how_many_pairs_are_named() -> None:
-    """Against the sum over pairs of the chance to be drawn."""
+def test_number_of_named_pairs() -> None:
+    """The number equals the sum over pairs of the probability of their choice."""
     assert mean_named_pairs(1, 2) == pytest.approx(1.0)
     assert mean_named_pairs(2, 4) == pytest.approx(1.5)
     assert mean_named_pairs(128, 128) < 64 < mean_named_pairs(128, 512)
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_stored_verdicts_are_those_of_the_present_rules(name: str) -> None:
+def test_stored_verdicts_equal_those_of_the_rules(name: str) -> None:
     """`python results/reproduce/refresh.py` rewrites them after a change of a rule."""
     path = Path(__file__).parents[2] / "results" / "reproduce" / name / "results.json"
     data = json.loads(path.read_text("utf-8"))

@@ -1,4 +1,4 @@
-"""Work in processes: results, processes that die, interrupts, and other children left alone."""
+"""Work in processes: results, processes that die, interrupts, and other child processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from recollect.experiments.framework.workers import (
 
 
 class Fatal:
-    """Ends the process that unpacks it."""
+    """Ends the process that unpickles it."""
 
     def __init__(self, status: int) -> None:
         self.status = status
@@ -35,8 +35,8 @@ class Fatal:
         return os._exit, (self.status,)
 
 
-def test_a_process_that_dies_loses_only_its_own_item(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No more begin than one at a time, and one in place of the one that died."""
+def test_process_that_dies_loses_only_its_item(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more than one process starts at a time, and one replaces the one that died."""
     started = []
 
     class Counted(workers._Worker):
@@ -56,8 +56,8 @@ def test_a_process_that_dies_loses_only_its_own_item(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow
-def test_a_death_is_seen_while_others_are_busy() -> None:
-    """Not when they are done: the other would sleep for days."""
+def test_death_is_reported_while_others_are_busy() -> None:
+    """Before the other ends, which would sleep for days."""
     fatal = Fatal(7)
     items: list[Any] = [1e6, fatal]
     results = run_in_workers(time.sleep, items, 2)
@@ -66,15 +66,15 @@ def test_a_death_is_seen_while_others_are_busy() -> None:
 
 
 @pytest.mark.slow
-def test_a_process_that_cannot_begin_is_told_from_one_that_dies() -> None:
+def test_process_that_cannot_start_differs_from_one_that_dies() -> None:
     work: Any = Fatal(3)
-    ((_, lost),) = run_in_workers(work, [1.0], 1)
-    assert isinstance(lost, WorkerFailure)
-    assert "could not start" in lost.message
+    ((_, error),) = run_in_workers(work, [1.0], 1)
+    assert isinstance(error, WorkerFailure)
+    assert "could not start" in error.message
 
 
 @pytest.mark.slow
-def test_a_script_without_a_guard_is_told_so_in_one_sentence(tmp_path: Path) -> None:
+def test_script_without_a_guard_gives_one_sentence(tmp_path: Path) -> None:
     script = tmp_path / "mine.py"
     script.write_text(
         "import math\n"
@@ -85,18 +85,18 @@ def test_a_script_without_a_guard_is_told_so_in_one_sentence(tmp_path: Path) -> 
     )
     finished = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
     assert finished.returncode == 0 and "Traceback" not in finished.stderr, finished.stderr
-    told = [line for line in finished.stdout.splitlines() if line.startswith("told:")]
-    assert len(told) == 1 and 'under `if __name__ == "__main__":`' in told[0]
+    messages = [line for line in finished.stdout.splitlines() if line.startswith("told:")]
+    assert len(messages) == 1 and 'under `if __name__ == "__main__":`' in messages[0]
 
 
 @pytest.mark.slow
-def test_what_work_raises_is_raised() -> None:
+def test_errors_of_work_are_raised() -> None:
     with pytest.raises(ValueError, match="math domain error"):
         list(run_in_workers(math.sqrt, [-1.0, 4.0], 2))
 
 
 class Unsendable(Exception):
-    """Pickles, and cannot be made again from what was pickled."""
+    """Pickles, and cannot be unpickled."""
 
     def __init__(self, *, reason: str) -> None:
         super().__init__(reason)
@@ -107,13 +107,13 @@ def unsendable(reason: str) -> None:
 
 
 @pytest.mark.slow
-def test_an_error_that_would_not_arrive_comes_in_words() -> None:
+def test_unpicklable_error_arrives_as_text() -> None:
     with pytest.raises(RuntimeError, match="Unsendable: too deep"):
         list(run_in_workers(unsendable, ["too deep"], 1))
 
 
 @pytest.mark.slow
-def test_what_work_says_is_heard_in_order_and_before_its_result() -> None:
+def test_messages_arrive_in_order_before_the_result() -> None:
     heard: list[str] = []
     results = run_in_workers(send_to_parent, ["a", "b", "c"], 1, on_message=heard.append)
     counts = [len(heard) for _ in results]
@@ -127,7 +127,7 @@ def interrupt() -> None:
 
 @contextmanager
 def only_new_processes_end() -> Iterator[None]:
-    """Other children go on."""
+    """Check that other children continue."""
     initial = set(multiprocessing.active_children())
     other = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(1e6,))
     other.start()
@@ -141,26 +141,26 @@ def only_new_processes_end() -> Iterator[None]:
 
 
 def interrupted(press: Callable[[], None], **options: Any) -> list[float]:
-    """What is given when somebody interrupts after the first result."""
-    given: list[float] = []
+    """Return results after an interrupt that follows the first result."""
+    results: list[float] = []
 
     def all_results() -> None:
         for item, _ in run_in_workers(time.sleep, [0.0, 1e6, 1e6, 1e6, 1e6, 1e6], 2, **options):
-            given.append(item)
+            results.append(item)
             press()
 
     with only_new_processes_end(), pytest.raises(KeyboardInterrupt):
         all_results()
-    return given
+    return results
 
 
 @pytest.mark.slow
-def test_an_interrupt_ends_what_would_sleep_for_days() -> None:
+def test_interrupt_ends_sleeping_processes() -> None:
     assert interrupted(interrupt) == [0.0]
 
 
 @pytest.mark.slow
-def test_a_second_interrupt_ends_work_that_is_asked_to_end_and_does_not() -> None:
+def test_second_interrupt_ends_work_that_ignores_the_first() -> None:
     second = threading.Timer(1.0, interrupt)
 
     def press() -> None:
@@ -172,24 +172,24 @@ def test_a_second_interrupt_ends_work_that_is_asked_to_end_and_does_not() -> Non
 
 
 @pytest.mark.slow
-def test_who_hears_may_interrupt_and_what_was_begun_is_given() -> None:
+def test_callback_may_interrupt_and_started_work_is_returned() -> None:
     def on_message(message: str) -> None:
         raise KeyboardInterrupt
 
-    given: list[str] = []
+    results: list[str] = []
 
     def run() -> None:
         for item, _ in run_in_workers(send_to_parent, ["a", "b", "c"], 1, on_message=on_message):
-            given.append(item)
+            results.append(item)
 
     with only_new_processes_end():
         with pytest.raises(KeyboardInterrupt):
             run()
-        assert given == ["a"]
+        assert results == ["a"]
 
 
 @pytest.mark.slow
-def test_an_interrupt_that_the_shell_ignores_stays_ignored() -> None:
+def test_ignored_interrupts_stay_ignored() -> None:
     initial = signal.signal(signal.SIGINT, signal.SIG_IGN)
     actual = {}
     try:

@@ -28,11 +28,11 @@ LINE = re.compile(r"^\w+ = .*$", re.MULTILINE)
 
 
 def changed_text(text: str, draw: random.Random, *, toml: bool = False) -> str:
-    """The text with one change.
+    """Return the text with one change.
 
     Args:
         text: of a valid file.
-        draw: says which change.
+        draw: selects the change.
         toml: whether it is TOML; JSON otherwise.
     """
     kind = draw.choices(
@@ -64,7 +64,7 @@ def changed_text(text: str, draw: random.Random, *, toml: bool = False) -> str:
 
 
 def changed_bytes(data: bytes, draw: random.Random, *, within: int | None = None) -> bytes:
-    """The bytes with one change, in the first ``within`` of them."""
+    """Return the bytes with one change, in the first ``within`` of them."""
     at = draw.randrange(within or len(data))
     kind = draw.choice(("flip", "byte", "zeros", "cut", "insert", "drop", "swap"))
     if kind == "flip":
@@ -86,50 +86,50 @@ def changed_bytes(data: bytes, draw: random.Random, *, within: int | None = None
 
 
 def parsed(text: str) -> Any:
-    """JSON as Python reads it, of objects that name a key once.
+    """Parse JSON whose objects name each key once.
 
     Raises:
-        ValueError: it is none, or a key occurs twice.
+        ValueError: it is not JSON, or a key occurs twice.
     """
 
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def check_unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len(dict(pairs)) < len(pairs):
             raise ValueError("a key occurs twice")
         return dict(pairs)
 
-    return json.loads(text, object_pairs_hook=once)
+    return json.loads(text, object_pairs_hook=check_unique)
 
 
-def lost(written: Any, loaded: Any, where: str = "") -> str | None:
-    """Where a number, a flag or a word of what was written does not stand in what was loaded.
+def missing(expected: Any, loaded: Any, path: str = "") -> str | None:
+    """Return the position of a written number, flag or word that the loaded data lack.
 
-    null stands for a default.
+    null means the default.
     """
-    if written is None:
+    if expected is None:
         return None
-    if isinstance(written, dict):
+    if isinstance(expected, dict):
         if not isinstance(loaded, dict):
-            return f"{where}: {loaded!r} in place of a table"
-        for key, value in written.items():
+            return f"{path}: {loaded!r} in place of a table"
+        for key, value in expected.items():
             if key not in loaded:
-                return f"{where}.{key} is not there"
-            said = lost(value, loaded[key], f"{where}.{key}")
-            if said is not None:
-                return said
+                return f"{path}.{key} is not there"
+            result = missing(value, loaded[key], f"{path}.{key}")
+            if result is not None:
+                return result
         return None
-    if isinstance(written, list):
-        if not isinstance(loaded, list | tuple) or len(written) != len(loaded):
-            return f"{where}: {loaded!r} in place of {written!r}"
-        pairs = enumerate(zip(written, loaded, strict=True))
-        return next((s for i, (a, b) in pairs if (s := lost(a, b, f"{where}[{i}]"))), None)
-    same = written == loaded and isinstance(written, bool) == isinstance(loaded, bool)
-    if isinstance(written, float) and math.isnan(written):
+    if isinstance(expected, list):
+        if not isinstance(loaded, list | tuple) or len(expected) != len(loaded):
+            return f"{path}: {loaded!r} in place of {expected!r}"
+        pairs = enumerate(zip(expected, loaded, strict=True))
+        return next((s for i, (a, b) in pairs if (s := missing(a, b, f"{path}[{i}]"))), None)
+    same = expected == loaded and isinstance(expected, bool) == isinstance(loaded, bool)
+    if isinstance(expected, float) and math.isnan(expected):
         same = False
-    return None if same else f"{where}: {loaded!r:.80} in place of {written!r:.80}"
+    return None if same else f"{path}: {loaded!r:.80} in place of {expected!r:.80}"
 
 
 def named_twice(data: bytes) -> bytes:
-    """A safetensors file whose header names its first tensor twice."""
+    """Return a safetensors file whose header names its first tensor twice."""
     size = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + size])
     name = next(name for name in header if name != "__metadata__")

@@ -1,4 +1,4 @@
-"""What every refusal is: one sentence that says what is wrong, and nothing lost."""
+"""Properties of every error message: one sentence that names the fault, and no lost file."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import pytest
 LONGEST = 400
 
 
-def is_one_sentence(said: str) -> None:
-    """One line, no longer than somebody reads, and in our words."""
-    assert "\n" not in said, said
-    assert 15 < len(said) < LONGEST, (len(said), said)
+def is_one_sentence(message: str) -> None:
+    """Check for one line of moderate length, without Python's own messages."""
+    assert "\n" not in message, message
+    assert 15 < len(message) < LONGEST, (len(message), message)
     for noise in ("Traceback", "object at 0x", "NoneType' object", "unexpected keyword"):
-        assert noise not in said, said
+        assert noise not in message, message
 
 
 def refuses(
     call: Callable[[], object], *says: str, error: type[Exception] | tuple[type[Exception], ...]
 ) -> str:
-    """A call raises one sentence that holds every part of ``says``."""
+    """Check that a call raises one sentence that contains every part of ``says``."""
     with pytest.raises(error) as caught:
         call()
     message = str(caught.value)
@@ -33,7 +33,7 @@ def refuses(
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """Every file of a folder and what is in it."""
+    """Return a digest of every file of a folder."""
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.rglob("*"))
@@ -42,7 +42,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def short_plan(steps: int, **run: int) -> str:
-    """The text of a run.toml over text.txt: a tiny model, its steps, and more of ``[run]``."""
+    """Return a run.toml over text.txt: a tiny model, its steps, and more of ``[run]``."""
     return f"""
 [model]
 recipe = "delta_net"

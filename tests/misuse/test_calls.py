@@ -28,10 +28,22 @@ def _q() -> Tensor:
 
 
 def _recall(**changed: Any) -> object:
-    """A call that is right but for what is changed."""
-    given: dict[str, Any] = {"q": _q(), "k": _q(), "v": _q(), "gates": {"lr": torch.ones(1, 3, 1)}}
-    given |= changed
-    return rc.recall(R, given.pop("q"), given.pop("k"), given.pop("v"), given.pop("gates"), **given)
+    """Make a call that is valid except for the changes."""
+    arguments: dict[str, Any] = {
+        "q": _q(),
+        "k": _q(),
+        "v": _q(),
+        "gates": {"lr": torch.ones(1, 3, 1)},
+    }
+    arguments |= changed
+    return rc.recall(
+        R,
+        arguments.pop("q"),
+        arguments.pop("k"),
+        arguments.pop("v"),
+        arguments.pop("gates"),
+        **arguments,
+    )
 
 
 RECALLS: dict[str, tuple[dict[str, Any], str]] = {
@@ -189,11 +201,11 @@ def test_diagnose(what: str) -> None:
     refuses(call, says, error=ValueError)
 
 
-def test_a_gate_under_another_name_is_told_the_nearest() -> None:
-    """Beside what the one that is missing should be."""
+def test_misspelled_gate_suggests_the_nearest() -> None:
+    """The message also describes the missing gate."""
     recipe = rc.Recipe(retention=rc.retention.Decay())
     gate = torch.zeros(1, 3, 1)
-    for given, says in (
+    for gates, says in (
         ({"lr": gate, "logdecay": gate}, "'logdecay' is unknown to this recipe"),
         ({"lrr": gate, "log_decay": gate}, "did you mean 'lr'?"),
         ({"lr": gate, "log_decay": gate, "colour": gate}, "which needs: log_decay, lr"),
@@ -201,10 +213,10 @@ def test_a_gate_under_another_name_is_told_the_nearest() -> None:
         ({"lr": gate, "logdecay": gate}, "gate 'log_decay' is missing: retention.Decay"),
         ({"lr": gate, "hue": gate}, "'hue' is unknown to this recipe"),
     ):
-        told = refuses(
-            lambda given=given: rc.recall(recipe, _q(), _q(), _q(), given), says, error=ValueError
+        message = refuses(
+            lambda gates=gates: rc.recall(recipe, _q(), _q(), _q(), gates), says, error=ValueError
         )
-        assert ("did you mean" in told) == ("lrr" in given or "logdecay" in given)
+        assert ("did you mean" in message) == ("lrr" in gates or "logdecay" in gates)
 
 
 @pytest.mark.parametrize(
@@ -227,12 +239,12 @@ PLACES = {
 
 
 @pytest.mark.parametrize("what", PLACES)
-def test_where_a_state_cannot_go(what: str) -> None:
-    where, error, says = PLACES[what]
+def test_invalid_targets_of_a_state(what: str) -> None:
+    convert, error, says = PLACES[what]
     _, state = LAYER(torch.zeros(1, 3, 8))
     for one in (state, state.memory):
         with pytest.raises(error, match=says):
-            one.to(*where)  # type: ignore[arg-type]
+            one.to(*convert)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="takes one device, not both"):
         state.to("cpu", device="cpu")
 
@@ -326,7 +338,7 @@ def _deep(depth: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("what", NAMES)
-def test_names_and_what_they_stand_for(what: str) -> None:
+def test_invalid_names(what: str) -> None:
     call, says = NAMES[what]
     refuses(call, says, error=ValueError)
 
@@ -423,22 +435,16 @@ def _changed(old: str, new: str) -> Callable[[str], str]:
     return lambda text: text.replace(old, new)
 
 
-WHOLE = "(hidden_size=...) must be a whole number"
-# What config.json holds in place of what was saved, and what the sentence must name.
+WHOLE_NUMBER = "(hidden_size=...) must be a whole number"
+# Values for config.json, and parts of the message.
 CONFIGS: dict[str, tuple[Callable[[str], str], str]] = {
     "a key twice": (_changed('"head_dim"', '"hidden_size": 8, "head_dim"'), "'hidden_size' occurs"),
-    "401 digits": (
-        _changed(": 16,", ": 1" + "0" * 400 + ","),
-        WHOLE,
-    ),
-    "41 digits": (
-        _changed(": 16,", ": 1" + "0" * 40 + ","),
-        WHOLE,
-    ),
+    "401 digits": (_changed(": 16,", ": 1" + "0" * 400 + ","), WHOLE_NUMBER),
+    "41 digits": (_changed(": 16,", ": 1" + "0" * 40 + ","), WHOLE_NUMBER),
     "5001 digits": (_changed(": 16,", ": 1" + "0" * 5000 + ","), "a number of 5,001 digits"),
-    "NaN": (_changed(": 16,", ": NaN,"), WHOLE),
-    "a word": (_changed(": 16,", ': "16",'), WHOLE),
-    "a fraction": (_changed(": 16,", ": 16.0,"), WHOLE),
+    "NaN": (_changed(": 16,", ": NaN,"), WHOLE_NUMBER),
+    "a word": (_changed(": 16,", ': "16",'), WHOLE_NUMBER),
+    "a fraction": (_changed(": 16,", ": 16.0,"), WHOLE_NUMBER),
     "lists in lists": (lambda text: "[" * 50_000 + "]" * 50_000, "nested too deep"),
     "a list": (lambda text: "[]", "must hold a mapping"),
     "half": (lambda text: text[: len(text) // 2], "is not JSON"),
@@ -467,7 +473,7 @@ def test_configurations_in_files(what: str, tmp_path: Path) -> None:
     assert path.read_text() == changed
 
 
-def test_a_pickle_is_refused_however_it_is_asked_for(tmp_path: Any) -> None:
+def test_pickles_are_refused(tmp_path: Any) -> None:
     planted = tmp_path / "pytorch_model.bin"
     planted.write_bytes(b"not read")
     refuses(

@@ -1,4 +1,4 @@
-"""Commands that cannot run: one sentence on the standard error, exit status 2, nothing lost."""
+"""Commands that cannot run: one sentence on stderr, exit code 2, and unchanged files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RESERVED = {"model_type": "recollect", "__class__": 5}
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a text, recipes and plans, and what somebody keeps there."""
+    """A folder with a text, recipes and plans, and files of a user."""
     (tmp_path / "text.txt").write_text("a memory is a map from keys to values. " * 20)
     (tmp_path / "run.toml").write_text(PLAN)
     (tmp_path / "key.toml").write_text(PLAN + "learning_rate = 1.0\n")
@@ -168,11 +168,11 @@ def test_refused_in_one_sentence(line: str, place: Path) -> None:
     result = CliRunner().invoke(cli.build(), line.split(" "))
     assert result.exit_code == 2, (result.output, result.exception)
     assert result.stdout == ""
-    said = result.stderr.strip()
-    is_one_sentence(said)
-    assert said.startswith(f"recollect {line.split(' ')[0]}: ")
+    message = result.stderr.strip()
+    is_one_sentence(message)
+    assert message.startswith(f"recollect {line.split(' ')[0]}: ")
     for part in REFUSED[line]:
-        assert part in said, said
+        assert part in message, message
     later = digests(place)
     assert {name: later.get(name) for name in initial} == initial
 
@@ -216,8 +216,8 @@ OUT_OF_RANGE = {
 
 
 @pytest.mark.parametrize("line", [*USAGE, *OUT_OF_RANGE])
-def test_lines_that_are_no_command(line: str, place: Path) -> None:
-    """The parser's own refusals: what is wrong, how it is used, and nothing done."""
+def test_invalid_commands(line: str, place: Path) -> None:
+    """The parser's errors: fault, usage, and no action."""
     initial = digests(place)
     result = CliRunner(env={"COLUMNS": "120"}).invoke(cli.build(), line.split(" "))
     assert result.exit_code == 2, result.output

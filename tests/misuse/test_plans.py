@@ -1,4 +1,4 @@
-"""Plans of runs that cannot be, in data and in files, and what stands when they are refused."""
+"""Invalid plans of runs, in data and in files, and unchanged files after an error."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Tables = Mapping[str, Any]
 
 
 def plan_of(changes: Tables) -> rc.lm.TrainPlan:
-    """A plan that is right but for what is changed; a change that is no table replaces it."""
+    """Return a plan that is valid except for the changes; a change that is no table replaces it."""
     tables: dict[str, Any] = {
         "model": {"recipe": "delta_net", "width": 16, "depth": 1, "heads": 1},
         "data": {"train": "text.txt", "context": 16},
@@ -34,7 +34,7 @@ def plan_of(changes: Tables) -> rc.lm.TrainPlan:
 
 
 HUGE = 10**400
-WHOLE = {
+WHOLE_NUMBERS = {
     "model": ("width", "depth", "heads", "kv_heads", "key_dim", "value_dim", "mlp", "parameters"),
     "data": ("vocab", "context", "shuffle"),
     "optimizer": ("steps", "tokens", "batch", "accumulate"),
@@ -51,7 +51,7 @@ FLAGS = {"model": ("tie",), "data": ("stream",), "run": ("bf16", "checkpointing"
 CASES: dict[str, tuple[Tables, tuple[str, ...]]] = {
     **{
         f"{table}.{key} = {str(x)[:8]!r}": ({table: {key: x}}, (f"[{table}] {key} must be",))
-        for table, keys in WHOLE.items()
+        for table, keys in WHOLE_NUMBERS.items()
         for key in keys
         for x in ("8", 1.5, -1, True, HUGE)
     },
@@ -144,7 +144,7 @@ CASES: dict[str, tuple[Tables, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("what", CASES)
-def test_plans_that_cannot_be(what: str) -> None:
+def test_invalid_plans(what: str) -> None:
     changes, says = CASES[what]
     refuses(lambda: plan_of(changes), *says, error=ValueError)
 
@@ -168,14 +168,14 @@ FILES: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("what", FILES)
-def test_files_that_are_no_plan(what: str, tmp_path: Path) -> None:
-    written, says = FILES[what]
+def test_invalid_files(what: str, tmp_path: Path) -> None:
+    content, says = FILES[what]
     path = tmp_path / "run.toml"
-    path.write_bytes(written)
+    path.write_bytes(content)
     refuses(lambda: rc.lm.load_plan(path), "run.toml", says, error=ValueError)
 
 
-def test_places_that_are_no_plan(tmp_path: Path) -> None:
+def test_invalid_paths(tmp_path: Path) -> None:
     refuses(lambda: rc.lm.load_plan(tmp_path), "is a folder", error=ValueError)
     refuses(lambda: rc.lm.load_plan(tmp_path / "none.toml"), "there is no file", error=ValueError)
     refuses(lambda: rc.lm.load_plan("a\0b.toml"), "null byte", error=ValueError)
@@ -188,7 +188,7 @@ def test_places_that_are_no_plan(tmp_path: Path) -> None:
         rc.lm.load_plan(long)
 
 
-# What is refused only once the texts are read, before a step is taken.
+# Errors that need the texts, before the first step.
 RUNS: dict[str, tuple[Tables, tuple[str, ...]]] = {
     "no such text": ({"data": {"train": "none.txt"}}, ("[data] train", "'none.txt'")),
     "an empty text": (
@@ -252,7 +252,7 @@ RUNS: dict[str, tuple[Tables, tuple[str, ...]]] = {
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with texts, and a run's folder in which something stands."""
+    """A folder with texts, and a run's folder with files."""
     (tmp_path / "text.txt").write_text("a memory is a map from keys to values. " * 20)
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "short.txt").write_text("short")
@@ -269,7 +269,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("what", RUNS)
-def test_runs_that_cannot_begin(what: str, place: Path) -> None:
+def test_runs_that_cannot_start(what: str, place: Path) -> None:
     changes, says = RUNS[what]
     initial = digests(place)
     refuses(lambda: rc.lm.train(plan_of(changes)), *says, error=ValueError)
@@ -277,14 +277,14 @@ def test_runs_that_cannot_begin(what: str, place: Path) -> None:
 
 
 def test_a_run_that_is_refused_leaves_no_folder(place: Path) -> None:
-    """Before its first step there is nothing to keep; what stood there stays, and its parents."""
+    """A run without a step leaves no files; earlier files and parent folders are unchanged."""
     for out, result in (("new", False), ("out", True)):
         run = plan_of({"model": {"width": 10_000_000}, "run": {"out": out}})
         refuses(lambda run=run: rc.lm.train(run), "[model] has", error=ValueError)
         assert (place / out).exists() == result
 
 
-def test_a_start_from_nowhere(place: Path) -> None:
+def test_start_from_a_missing_model(place: Path) -> None:
     tables = {"data": {"train": "text.txt", "context": 16}, "optimizer": {"steps": 1}}
     plan = rc.lm.TrainPlan.from_dict({"model": {"start": "nowhere"}, **tables})
     refuses(
@@ -292,7 +292,7 @@ def test_a_start_from_nowhere(place: Path) -> None:
     )
 
 
-def test_held_out_text_that_is_trained_on_is_said(place: Path) -> None:
+def test_held_out_text_that_is_trained_on_is_refused(place: Path) -> None:
     trained = rc.lm.train(plan_of({"data": {"heldout": ["./text.txt"]}}))
     (note,) = trained.notes
     is_one_sentence(note)
@@ -305,14 +305,14 @@ def test_held_out_text_that_is_trained_on_is_said(place: Path) -> None:
     is_one_sentence(note)
     assert "copy.txt (a copy of text.txt) is held out and trained on" in note
     assert events.messages == [note]
-    apart = place / "other.txt"
-    apart.write_text("other words for other ends. " * 20)
+    other = place / "other.txt"
+    other.write_text("other words for other ends. " * 20)
     plan = plan_of({"data": {"heldout": ["other.txt"]}, "run": {"out": "apart"}})
     assert rc.lm.train(plan).notes == ()
 
 
 def test_a_plan_of_the_file_that_names_it(place: Path) -> None:
-    """What `train` takes: the file, by a path or by its name."""
+    """`train` accepts the file by a path or by its name."""
     lines = ['[model]\nrecipe = "delta_net"\nwidth = 16\ndepth = 1\nheads = 1']
     lines += ['[data]\ntrain = "text.txt"\ncontext = 16\n[optimizer]\nsteps = 1\nbatch = 2']
     (place / "c.toml").write_text("\n".join(lines))

@@ -1,7 +1,7 @@
 """Commands as processes: interrupts, signals, pipes, terminals and folders.
 
-What ends early ends with one sentence and the exit status that shells expect, and what stood
-stands. `tests/test_endings.py` shows in full what a run, a comparison and an experiment keep.
+An early end gives one sentence and the usual exit code, and earlier files are unchanged.
+`tests/test_endings.py` tests the files that a run, a comparison and an experiment leave.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from tests.misuse.sentences import digests, is_one_sentence, short_plan
-from tests.processes import begun, heard, paragraphs
+from tests.processes import paragraphs, run_command, wait_for_output
 
 import recollect as rc
 
@@ -33,7 +33,7 @@ SIZES = ("--width", "16", "--depth", "1", "--heads", "1")
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """A folder with a text and a plan, and what somebody keeps where results go."""
+    """A folder with a text and a plan, and a user's files in the folder of results."""
     (tmp_path / "text.txt").write_text(paragraphs(60))
     (tmp_path / "run.toml").write_text(short_plan(steps=2000, log_every=1))
     (tmp_path / "short.toml").write_text(short_plan(steps=2, log_every=1))
@@ -42,10 +42,10 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def stands(place: Path, before: dict[str, str]) -> None:
-    """Nothing that was there is gone or changed."""
+def check_unchanged(place: Path, initial: dict[str, str]) -> None:
+    """Check that no earlier file is missing or changed."""
     later = digests(place)
-    assert {name: later.get(name) for name in before} == before
+    assert {name: later.get(name) for name in initial} == initial
 
 
 # -- interrupts while the command is imported -----------------------------------------------------
@@ -74,24 +74,24 @@ def test_an_interrupt_while_importing(command: str, number: signal.Signals, plac
     initial = digests(place)
     path = os.pathsep.join([str(place), str(Path(rc.__file__).parents[1])])
     environment = {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
-    with begun(*command.split(), **environment, place=place) as process:
-        heard(process.stdout, "importing")
+    with run_command(*command.split(), **environment, place=place) as process:
+        wait_for_output(process.stdout, "importing")
         os.killpg(process.pid, number)
-        out, said = process.communicate()
-    assert (process.returncode, out, said) == (128 + number, "", "recollect: interrupted\n")
+        out, stderr = process.communicate()
+    assert (process.returncode, out, stderr) == (128 + number, "", "recollect: interrupted\n")
     assert digests(place) == initial
 
 
-def test_the_command_leaves_interrupts_as_they_were(
+def test_interrupt_handlers_are_restored(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import recollect_command
 
     initial = signal.getsignal(signal.SIGINT)
     monkeypatch.setattr(sys, "argv", ["recollect", "--version"])
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as caught:
         recollect_command.main()
-    assert left.value.code in (0, None)
+    assert caught.value.code in (0, None)
     assert capsys.readouterr().out.strip() == f"recollect {rc.__version__}"
     assert signal.getsignal(signal.SIGINT) is initial is signal.default_int_handler
 
@@ -121,40 +121,40 @@ WORK = {
         pytest.param("reproduce", signal.SIGINT, marks=SLOW),
         pytest.param("reproduce", signal.SIGTERM, marks=SLOW),
         pytest.param("reproduce", signal.SIGHUP, marks=SLOW),
-        pytest.param("train", signal.SIGINT, marks=SLOW),  # as `tests/test_endings.py` has it
+        pytest.param("train", signal.SIGINT, marks=SLOW),  # as in `tests/test_endings.py`
         pytest.param("train", signal.SIGTERM, marks=SLOW),
         pytest.param("train", signal.SIGHUP, marks=SLOW),
     ],
 )
-def test_work_that_is_told_to_end(command: str, number: signal.Signals, place: Path) -> None:
-    arguments, says, where = WORK[command]
+def test_signalled_work(command: str, number: signal.Signals, place: Path) -> None:
+    arguments, says, folder = WORK[command]
     initial = digests(place)
-    with begun(command, *arguments, place=place) as process:
-        heard(getattr(process, where), says)
+    with run_command(command, *arguments, place=place) as process:
+        wait_for_output(getattr(process, folder), says)
         os.killpg(process.pid, number)
-        out, said = process.communicate()
-    assert process.returncode == 128 + number, (out, said)
-    assert "Traceback" not in out + said
-    (last,) = [line for line in (out + said).splitlines() if "interrupted" in line.lower()][-1:]
+        out, stderr = process.communicate()
+    assert process.returncode == 128 + number, (out, stderr)
+    assert "Traceback" not in out + stderr
+    (last,) = [line for line in (out + stderr).splitlines() if "interrupted" in line.lower()][-1:]
     is_one_sentence(last)
-    stands(place, initial)
+    check_unchanged(place, initial)
     assert not list(place.rglob("*.lock"))
-    for path in place.rglob("*.json"):  # nothing is half written
+    for path in place.rglob("*.json"):  # no partial files
         json.loads(path.read_text())
 
 
 @SLOW
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_second_signal_ends_it_at_once(number: signal.Signals, place: Path) -> None:
+def test_second_signal_ends_work_at_once(number: signal.Signals, place: Path) -> None:
     initial = digests(place)
-    with begun("train", "run.toml", place=place) as process:
-        heard(process.stderr, r"^step \d")
+    with run_command("train", "run.toml", place=place) as process:
+        wait_for_output(process.stderr, r"^step \d")
         os.killpg(process.pid, number)
         os.killpg(process.pid, number)
-        out, said = process.communicate()
+        out, stderr = process.communicate()
     assert process.returncode == 128 + number
-    assert "Traceback" not in out + said
-    stands(place, initial)
+    assert "Traceback" not in out + stderr
+    check_unchanged(place, initial)
 
 
 # -- pipes ----------------------------------------------------------------------------------------
@@ -170,22 +170,22 @@ def test_a_second_signal_ends_it_at_once(number: signal.Signals, place: Path) ->
     ],
     ids=lambda arguments: arguments[0],
 )
-def test_nobody_reads(arguments: tuple[str, ...], place: Path) -> None:
-    """Both outputs are closed before it begins: the work is done, and nothing is said."""
+def test_closed_outputs(arguments: tuple[str, ...], place: Path) -> None:
+    """Both outputs are closed before the start: the work is done, without a message."""
     initial = digests(place)
-    with begun(*arguments, place=place) as process:
+    with run_command(*arguments, place=place) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
         process.stderr.close()
         assert process.wait() == 0
-    stands(place, initial)
+    check_unchanged(place, initial)
     if arguments[0] == "train":
         assert (place / "out" / "model" / "model.safetensors").exists()
 
 
 @SLOW
-def test_nobody_reads_a_refusal(place: Path) -> None:
-    with begun("explain", "glaa", place=place) as process:
+def test_closed_outputs_of_an_error(place: Path) -> None:
+    with run_command("explain", "glaa", place=place) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
         process.stderr.close()
@@ -194,7 +194,7 @@ def test_nobody_reads_a_refusal(place: Path) -> None:
 
 # -- terminals ------------------------------------------------------------------------------------
 
-# One process goes through all commands, because each would import torch for seconds.
+# One process runs all commands, because each would import torch for seconds.
 SEVERAL = """
 import os, sys
 from recollect.cli.app import build
@@ -223,7 +223,7 @@ LINES = {
 
 
 def on_a_terminal(place: Path, code: str, **environment: str) -> tuple[str, int]:
-    """What a program writes to a terminal, and its exit status."""
+    """Return the output of a program on a terminal, and its exit code."""
     ours, theirs = pty.openpty()
     with subprocess.Popen(
         [sys.executable, "-c", code],
@@ -235,7 +235,7 @@ def on_a_terminal(place: Path, code: str, **environment: str) -> tuple[str, int]
         start_new_session=True,
     ) as process:
         os.close(theirs)
-        said = b""
+        output = b""
         while True:
             try:
                 part = os.read(ours, 65536)
@@ -243,10 +243,10 @@ def on_a_terminal(place: Path, code: str, **environment: str) -> tuple[str, int]
                 break
             if not part:
                 break
-            said += part
+            output += part
         status = process.wait()
     os.close(ours)
-    return said.decode(errors="replace").replace("\r\n", "\n"), status
+    return output.decode(errors="replace").replace("\r\n", "\n"), status
 
 
 @pytest.mark.parametrize(
@@ -262,25 +262,25 @@ def on_a_terminal(place: Path, code: str, **environment: str) -> tuple[str, int]
 )
 def test_terminals_of_any_width(columns: tuple[int, ...], term: str, place: Path) -> None:
     code = SEVERAL.format(columns=columns, lines=list(LINES))
-    said, status = on_a_terminal(place, code, TERM=term)
-    assert status == 0, said
-    assert "Traceback" not in said
-    parts = re.findall(r"<(\d+)\|(.*?)>\n(.*?)\n<status (\w+)>", said, flags=re.DOTALL)
+    output, status = on_a_terminal(place, code, TERM=term)
+    assert status == 0, output
+    assert "Traceback" not in output
+    parts = re.findall(r"<(\d+)\|(.*?)>\n(.*?)\n<status (\w+)>", output, flags=re.DOTALL)
     assert [(int(c), line) for c, line, _, _ in parts] == [(c, x) for c in columns for x in LINES]
-    for wide, line, shown, left in parts:
-        assert left in (str(LINES[line]), "None"), (line, shown)
+    for wide, line, shown, remainder in parts:
+        assert remainder in (str(LINES[line]), "None"), (line, shown)
         assert shown.strip(), line
         if LINES[line]:
             is_one_sentence(shown.strip())
-        elif int(wide) >= 40:  # no rule of a table reaches beyond the edge
+        elif int(wide) >= 40:  # no rule of a table is wider than the terminal
             text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown)
             rules = [len(row) for row in text.splitlines() if "─" in row]
             assert max(rules, default=0) <= int(wide), line
 
 
 @pytest.mark.parametrize("columns", ["0", "-5", "x", "", "99999999999999999999"])
-def test_columns_that_are_no_width(columns: str, place: Path) -> None:
-    # Only while a command runs: pytest itself would take such a width for its own.
+def test_invalid_columns(columns: str, place: Path) -> None:
+    # Only during a command, because pytest would use the width, too.
     runner = CliRunner(env={"COLUMNS": columns, "LINES": columns})
     for line, status in (("zoo --family titans", 0), ("explain titans", 0), ("explain glaa", 2)):
         result = runner.invoke(cli.build(), line.split())
@@ -312,17 +312,15 @@ def test_folders_that_cannot_be_written(
     folder, says = FOLDERS[what]
     result = CliRunner().invoke(cli.build(), [*WRITES[command], "--out", folder])
     assert result.exit_code == 2, (result.output, result.exception)
-    said = result.stderr.strip()
-    is_one_sentence(said)
-    assert says in said and said.startswith(f"recollect {command}: ")
+    message = result.stderr.strip()
+    is_one_sentence(message)
+    assert says in message and message.startswith(f"recollect {command}: ")
     assert digests(place) == initial
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
 @pytest.mark.parametrize("command", WRITES)
-def test_a_folder_of_somebody_else(
-    command: str, place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folder_of_another_user(command: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
     (place / "theirs").mkdir(mode=0o500)
     result = CliRunner().invoke(cli.build(), [*WRITES[command], "--out", "theirs"])
@@ -333,8 +331,8 @@ def test_a_folder_of_somebody_else(
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is full")
 @pytest.mark.parametrize("line", ["zoo", pytest.param("explain gla --json", marks=SLOW)])
-def test_an_output_that_is_full(line: str, place: Path) -> None:
-    """The sentence goes to the standard error; nothing is said to be fine."""
+def test_full_output(line: str, place: Path) -> None:
+    """The sentence goes to stderr, and no success is reported."""
     code = "import recollect_command; recollect_command.main()"
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
@@ -356,7 +354,7 @@ def test_a_run_in_a_deleted_working_folder_names_the_missing_file(place: Path) -
         "import os, sys\nos.mkdir('gone')\nos.chdir('gone')\nos.rmdir('../gone')\n"
         "import recollect_command\nrecollect_command.main()"
     )
-    with begun("train", "run.toml", code=code, place=place) as process:
-        out, said = process.communicate()
+    with run_command("train", "run.toml", code=code, place=place) as process:
+        out, stderr = process.communicate()
     assert (process.returncode, out) == (2, "")
-    assert said == "recollect train: there is no file run.toml\n"
+    assert stderr == "recollect train: there is no file run.toml\n"

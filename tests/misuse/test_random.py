@@ -1,8 +1,7 @@
-"""Valid recipes, configurations, plans, weights and checkpoints, changed at random.
+"""Random changes of valid recipes, configurations, plans, weights and checkpoints.
 
-Each is refused in one sentence, or what changed shows in what is loaded: never the old number in
-its place, never a traceback, and nothing that a file says is run. What was written is read again
-here without our code.
+Each change is refused in one sentence or is visible in the loaded data: no old number in its place,
+no traceback, and no executed code. The written files are parsed here without the library.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.misuse.mutations import RAN, changed_bytes, changed_text, lost, parsed
+from tests.misuse.mutations import RAN, changed_bytes, changed_text, missing, parsed
 from tests.misuse.sentences import digests, is_one_sentence
 
 import recollect as rc
@@ -30,11 +29,11 @@ from tests.lm.runs import write_text
 from recollect.lm.training.resume import resolve_start
 
 Case = Callable[[random.Random, Path], str | None]
-"""Makes one change and loads it; says what is wrong, or nothing."""
+"""Makes one change, loads it, and returns the fault or ``None``."""
 
 
 def refused(load: Callable[[], Any]) -> tuple[Any, str | None]:
-    """What was loaded (``None`` where it was refused), and what is wrong with a refusal."""
+    """Return the loaded data (``None`` if refused), and the fault of a refusal."""
     try:
         return load(), None
     except ValueError as error:
@@ -60,7 +59,7 @@ def recipe(draw: random.Random, folder: Path) -> str | None:
     if wrong or loaded is None:
         return wrong and f"{text!r:.200}: {wrong}"
     try:
-        return lost(parsed(text), loaded.to_dict())
+        return missing(parsed(text), loaded.to_dict())
     except ValueError as error:
         return f"{error}, and it was loaded"
 
@@ -84,19 +83,19 @@ def configuration(draw: random.Random, folder: Path) -> str | None:
     if wrong or loaded is None:
         return wrong and f"{text!r:.200}: {wrong}"
     try:
-        written = parsed(text)
+        expected = parsed(text)
     except ValueError as error:
         return f"{error}, and it was loaded"
     result = loaded.to_dict()
     for name, entry in result["recipes"].items():
         built, options = loaded.recipe(name)
         full = {"recipe": built.to_dict(), "options": options.to_dict()}
-        said = lost(entry, full, f"recipes.{name}")
-        if said is not None:
-            return said
-    # Keys of transformers' own that have nothing to say of a configuration are left out by it.
-    kept = {k: x for k, x in written.items() if k in result and k not in WRITTEN_ANEW}
-    return lost(kept, result)
+        fault = missing(entry, full, f"recipes.{name}")
+        if fault is not None:
+            return fault
+    # Keys of transformers without a meaning for a configuration are left out by it.
+    common = {k: x for k, x in expected.items() if k in result and k not in WRITTEN_ANEW}
+    return missing(common, result)
 
 
 # -- plans ----------------------------------------------------------------------------------------
@@ -142,11 +141,11 @@ def plan(draw: random.Random, folder: Path) -> str | None:
     loaded, wrong = refused(lambda: rc.lm.load_plan(path))
     if wrong or loaded is None:
         return wrong and f"{text!r:.600}: {wrong}"
-    written, result = tomllib.loads(text), loaded.to_dict()
-    for table in written.values():
+    expected, result = tomllib.loads(text), loaded.to_dict()
+    for table in expected.values():
         if isinstance(table.get("train"), str):
             table["train"] = [table["train"]]
-    return lost(written, result)
+    return missing(expected, result)
 
 
 # -- weights --------------------------------------------------------------------------------------
@@ -161,7 +160,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def read_weights(data: bytes) -> dict[str, np.ndarray]:
-    """Safetensors by their specification, without the library."""
+    """Read safetensors by their specification, without the library."""
     (size,) = struct.unpack("<Q", data[:8])
     header, body = json.loads(data[8 : 8 + size]), data[8 + size :]
     result = {}
@@ -174,7 +173,7 @@ def read_weights(data: bytes) -> dict[str, np.ndarray]:
 
 
 def weights(model: Path, *, manifest: bool) -> Case:
-    """Changes of the weights' file, beside its manifest or without one."""
+    """Changes of the file of weights, with its manifest or without one."""
     full = (model / "model.safetensors").read_bytes()
     head = 8 + struct.unpack("<Q", full[:8])[0]
 
@@ -191,9 +190,11 @@ def weights(model: Path, *, manifest: bool) -> Case:
             return wrong
         if manifest:
             return None if data == full else "another file was loaded than its manifest says"
-        own = loaded.state_dict()
+        own_weights = loaded.state_dict()
         for name, x in read_weights(data).items():
-            if name in own and not np.array_equal(own[name].numpy(), x.astype("<f4")):
+            if name in own_weights and not np.array_equal(
+                own_weights[name].numpy(), x.astype("<f4")
+            ):
                 return f"{name} is not what the file holds"
         return None
 
@@ -213,7 +214,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def checkpoint(run: Path) -> Case:
-    """Changes of any file of a checkpoint, which a run would go on from."""
+    """Changes of any file of a checkpoint that a run would resume from."""
     (full,) = (run / "out").glob("checkpoint-*")
     files = sorted(path.relative_to(full) for path in full.rglob("*") if path.is_file())
 
@@ -238,7 +239,7 @@ def checkpoint(run: Path) -> Case:
             return f"{name} was changed by looking at it"
         if wrong or loaded is None:
             return wrong and f"{name}: {wrong}"
-        # A list of files may lack some or list a fact that still holds; a model card is not read.
+        # A list of files may lack some, or state a true fact; a model card is not read.
         unread = name.name in ("manifest.json", "README.md")
         return None if new == old or unread else f"{name} was changed, and is gone on from"
 

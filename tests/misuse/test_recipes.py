@@ -1,4 +1,4 @@
-"""Recipes, members, declarations and files of recipes that cannot be."""
+"""Invalid recipes, members, declarations and files of recipes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _text(depth: int) -> str:
     return '{"retention":' + '{"member":"Lq","decay":' * depth + "1" + "}" * depth + "}"
 
 
-# What a JSON file may hold in place of a recipe, and what the sentence must name.
+# Contents of a JSON file in place of a recipe, and parts of the message.
 TEXTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "a degree that never ends": (
         '{"features": {"member": "Polynomial", "degree": 9007199254740993}}',
@@ -153,13 +153,13 @@ TEXTS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("what", TEXTS)
-def test_texts_that_are_no_recipe(what: str) -> None:
+def test_invalid_texts(what: str) -> None:
     text, says = TEXTS[what]
     refuses(lambda: rc.Recipe.from_json(text), *says, error=rc.RecipeError)
 
 
 @pytest.mark.parametrize("what", TEXTS)
-def test_files_that_are_no_recipe(what: str, tmp_path: Path) -> None:
+def test_invalid_files(what: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_text(TEXTS[what][0], encoding="utf-8")
     refuses(lambda: rc.load_recipe(path), "mine.json", error=rc.RecipeError)
@@ -184,7 +184,7 @@ TOML: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("what", TOML)
-def test_toml_that_is_no_recipe(what: str, tmp_path: Path) -> None:
+def test_invalid_toml(what: str, tmp_path: Path) -> None:
     text, says = TOML[what]
     path = tmp_path / "mine.toml"
     path.write_text(text, encoding="utf-8")
@@ -203,7 +203,7 @@ def test_dots_in_toml_strings_and_comments_are_no_keys(quote: str, quotes: int) 
 
 
 def test_unclosed_toml_strings_are_read_once() -> None:
-    """A pattern that begins again at every quote would take minutes."""
+    """A pattern that starts again at every quote would take minutes."""
     for text in ('x = "' + '\\"' * 200_000, '"""' + '\\"""' * 100_000 + "\\", "a" * 400_000):
         began = time.process_time()
         with pytest.raises(ValueError, match="at "):
@@ -211,7 +211,7 @@ def test_unclosed_toml_strings_are_read_once() -> None:
         assert time.process_time() - began < 5
 
 
-def test_places_that_are_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder.toml").mkdir()
     (tmp_path / "latin.json").write_bytes(b'{"bias": "\xe9"}')
@@ -255,18 +255,18 @@ DATA: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("what", DATA)
-def test_data_that_is_no_recipe(what: str) -> None:
+def test_invalid_data(what: str) -> None:
     data, says = DATA[what]
     refuses(lambda: rc.Recipe.from_dict(data), says, error=rc.RecipeError)
 
 
-@pytest.mark.parametrize("given", [None, 3, ["{}"], {}, 1.5])
-def test_json_that_is_no_text(given: Any) -> None:
-    refuses(lambda: rc.Recipe.from_json(given), "must be text", error=rc.RecipeError)
+@pytest.mark.parametrize("value", [None, 3, ["{}"], {}, 1.5])
+def test_json_must_be_text(value: Any) -> None:
+    refuses(lambda: rc.Recipe.from_json(value), "must be text", error=rc.RecipeError)
 
 
-def test_a_recipe_of_json_comes_back() -> None:
-    """The way that all of these are refused on is the one that recipes take."""
+def test_recipe_round_trips_through_json() -> None:
+    """The refused recipes follow the path of this one."""
     for name in rc.zoo.names():
         recipe = rc.zoo.get(name).recipe
         assert rc.Recipe.from_json(recipe.to_json()) == recipe
@@ -289,7 +289,7 @@ MEMBERS: dict[str, tuple[Callable[[], object], str]] = {
 
 
 @pytest.mark.parametrize("what", MEMBERS)
-def test_members_that_cannot_be(what: str) -> None:
+def test_invalid_members(what: str) -> None:
     make, says = MEMBERS[what]
     refuses(make, says, error=rc.RecipeError)
 
@@ -323,7 +323,7 @@ DECLARED: dict[str, tuple[Callable[[], object], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("what", DECLARED)
-def test_declarations_that_contradict_themselves(what: str) -> None:
+def test_contradictory_declarations(what: str) -> None:
     declare, says = DECLARED[what]
     refuses(declare, *says, error=ValueError)
 
@@ -359,6 +359,6 @@ SIZES: dict[str, tuple[Callable[[], object], str]] = {
 
 
 @pytest.mark.parametrize("what", SIZES)
-def test_sizes_that_are_none(what: str) -> None:
+def test_invalid_sizes(what: str) -> None:
     ask, says = SIZES[what]
     refuses(ask, says, error=ValueError)

@@ -1,4 +1,4 @@
-"""States that were altered, rounded or are another's; numbers of other kinds; deep nesting."""
+"""States that were changed, rounded or written by other recipes; other types; deep nesting."""
 
 from __future__ import annotations
 
@@ -37,15 +37,17 @@ def _state() -> rc.State:
     ],
 )
 def test_a_renamed_number_of_the_buffer(name: str, says: str) -> None:
-    """As a flipped byte of a file's header renames it."""
+    """A flipped byte in the header of a file renames a number."""
     layer = rc.zoo.get(name).build(d_model=8, num_heads=2)
     _, state = layer(torch.randn(1, 5, 8))
     flat = state.to_dict()
     rates = [key for key in flat if key.startswith("memory.buffer.rates.")]
     for key in rates:
         altered = {k + "x" if k == key else k: x for k, x in flat.items()}
-        again = type(state).from_dict(altered)
-        refuses(lambda again=again: layer(torch.randn(1, 1, 8), again), says, error=ValueError)
+        reloaded = type(state).from_dict(altered)
+        refuses(
+            lambda reloaded=reloaded: layer(torch.randn(1, 1, 8), reloaded), says, error=ValueError
+        )
     altered = {k.replace("buffer.k", "buffer.s"): x for k, x in flat.items()}
     refuses(lambda: type(state).from_dict(altered), "buffer.s", error=ValueError)
 
@@ -61,7 +63,7 @@ WRITERS = {
 
 
 @pytest.mark.parametrize("what", WRITERS)
-def test_a_writer_that_was_altered(what: str) -> None:
+def test_changed_recipe_id(what: str) -> None:
     text, says = WRITERS[what]
     state = rc.State.from_dict({**_state().to_dict(), "recipe_id": encode_text(text)})
     refuses(
@@ -70,7 +72,7 @@ def test_a_writer_that_was_altered(what: str) -> None:
 
 
 @pytest.mark.parametrize("writer", [5, b"x", ["a"]])
-def test_a_writer_of_another_type(writer: Any) -> None:
+def test_recipe_id_of_another_type(writer: Any) -> None:
     state = dataclasses.replace(_state(), recipe_id=writer)
     refuses(
         lambda: rc.recall(R, *torch.randn(3, 1, 2, 1, 4), LR, state=state),
@@ -153,7 +155,7 @@ def test_whole_numbers_of_numpy_are_whole_numbers(kind: Any) -> None:
         refuses(lambda odd=odd: R.shapes(odd, 4), "whole number", error=rc.RecipeError)
 
 
-def test_numbers_in_the_unit_that_was_given() -> None:
+def test_numbers_in_the_requested_unit() -> None:
     huber = rc.Recipe(bias=rc.bias.Huber())
 
     def make(**options: Any) -> rc.MemoryLayer:
@@ -168,13 +170,13 @@ def test_numbers_in_the_unit_that_was_given() -> None:
     refuses(lambda: make(low=-1.0), "softplus has values >= -1,", error=rc.RecipeError)
 
 
-def test_a_field_that_is_missing_is_said_once() -> None:
-    said = refuses(
+def test_missing_field_is_named_once() -> None:
+    message = refuses(
         lambda: rc.Recipe.from_dict({"context": {"member": "Window"}}),
         "Window needs size, which is missing",
         error=rc.RecipeError,
     )
-    assert said.count("Window") == 1
+    assert message.count("Window") == 1
 
 
 def test_a_flipped_byte_of_a_folders_header_names_the_file(tmp_path: Path) -> None:

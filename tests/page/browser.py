@@ -1,4 +1,4 @@
-"""A Chromium without a screen, told what to do through its debugging pipe; nothing to install."""
+"""A Chromium without a screen, controlled through its debugging pipe, without dependencies."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from typing import Any
 import pytest
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "headless_shell")
-"""Looked for on the path, where ``RECOLLECT_BROWSER`` names none."""
+"""Searched on the path if ``RECOLLECT_BROWSER`` names none."""
 
 FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--no-zygote"),
     *("--hide-scrollbars", "--remote-debugging-pipe", "about:blank"),
 )
-LIMIT = 60  # seconds that an answer may take
+LIMIT = 60  # seconds until an answer
 
 
 class Browser:
     """One page of a browser, by the DevTools protocol: commands out on one pipe, answers in."""
 
     def __init__(self, program: str, profile: Path) -> None:
-        high = 10  # clear of 3 and 4, where the browser reads and writes
+        high = 10  # above 3 and 4, which the browser reads and writes
         (theirs_in, ours_out), (ours_in, theirs_out) = (
             tuple(fcntl.fcntl(x, fcntl.F_DUPFD_CLOEXEC, high) for x in os.pipe()) for _ in range(2)
         )
@@ -61,7 +61,7 @@ class Browser:
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """The answer to one command."""
+        """Return the answer to one command."""
         self._number += 1
         command: dict[str, Any] = {"id": self._number, "method": method, "params": params}
         if self.session is not None:
@@ -72,11 +72,11 @@ class Browser:
         return answer["result"]
 
     def wait_for(self, event: str) -> None:
-        """Until the page tells of an event that it has not told of yet."""
+        """Wait until the page reports a new event of this name."""
         if not any(one.get("method") == event for one in self.events):
             self._await(lambda one: one.get("method") == event)
 
-    def _await(self, wanted: Any) -> dict[str, Any]:
+    def _await(self, expected: Any) -> dict[str, Any]:
         until = time.monotonic() + LIMIT
         while time.monotonic() < until:
             while b"\0" in self._text:
@@ -84,7 +84,7 @@ class Browser:
                 message = json.loads(one)
                 if "id" not in message:
                     self.events.append(message)
-                if wanted(message):
+                if expected(message):
                     return message
             try:
                 self._text += os.read(self._in, 1 << 20)
@@ -93,32 +93,32 @@ class Browser:
         raise AssertionError(f"the browser did not answer within {LIMIT} s")
 
     def open(self, path: Path, *, width: int, dark: bool = False, link: str = "") -> None:
-        """A file, in a window so wide."""
+        """Open a file, in a window of this width."""
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
         self.call("Emulation.setDeviceMetricsOverride", **size)
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.call("Emulation.setEmulatedMedia", features=scheme)
-        # By way of an empty page: where only the link differs, the browser would load nothing.
+        # By way of an empty page: if only the link differs, the browser loads nothing.
         for address in ("about:blank", path.as_uri() + link):
             self.events.clear()
             self.call("Page.navigate", url=address)
             self.wait_for("Page.loadEventFired")
 
     def run(self, expression: str) -> Any:
-        """The value of a JavaScript expression, awaited if it is a promise."""
+        """Return the value of a JavaScript expression, awaited if it is a promise."""
         answer = self.call(
             "Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True
         )
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
-    def asked(self) -> list[str]:
-        """Addresses that the page has asked for since it was opened."""
+    def requested_addresses(self) -> list[str]:
+        """Return addresses that the page has requested since it was opened."""
         events = [one for one in self.events if one["method"] == "Network.requestWillBeSent"]
         return [one["params"]["request"]["url"] for one in events]
 
     def close(self) -> None:
-        """End the browser and all that it has started."""
+        """End the browser and its processes."""
         os.close(self._out)
         os.close(self._in)
         with contextlib.suppress(ProcessLookupError):
@@ -127,7 +127,7 @@ class Browser:
 
 
 def opened(profile: Path) -> Iterator[Browser]:
-    """A browser for a fixture; the test is skipped where there is none."""
+    """Open a browser for a fixture; the test is skipped if there is none."""
     named = os.environ.get("RECOLLECT_BROWSER")
     program = named or next(filter(None, map(shutil.which, NAMES)), None)
     if program is None:

@@ -1,4 +1,4 @@
-"""What the tests of the page share: the library's own members, and pages of a few systems."""
+"""Fixtures of the page's tests: the library's members, and pages of a few systems."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SYSTEMS = ("gated_delta_net", "delta_net", "linear_attention", "titans", "biline
 
 @pytest.fixture(scope="module", autouse=True)
 def _own_members() -> Iterator[None]:
-    """Without what other tests have registered: the page shows every member that there is."""
+    """Remove members that other tests have registered, because the page shows every member."""
     initial = dict(member._REGISTRY)
     for name, cls in initial.items():
         if not cls.__module__.startswith("recollect."):

@@ -1,4 +1,4 @@
-"""Running the page's scripts by node, without a browser."""
+"""Run the page's scripts by node, without a browser."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import pytest
 
 from recollect.page.write import read_static
 
-HERE = Path(__file__).parent
+FOLDER = Path(__file__).parent
 
 
 def node(
     script: str, data: object, scripts: Sequence[str], *, ahead: str = "", between: str = ""
 ) -> Any:
-    """What a script of this folder makes of data.
+    """Return the result of a script of this folder.
 
     Args:
-        script: sees the data as ``input`` and ends with ``answer(...)``.
+        script: reads the data as ``input`` and ends with ``answer(...)``.
         data: plain data.
         scripts: of the page, run before it.
         ahead: of this folder, run before those. between: run after them.
@@ -30,10 +30,10 @@ def node(
     program = shutil.which("node")
     if program is None:
         pytest.skip("node is not installed: what the page's scripts compute is not checked")
-    texts = [(HERE / ahead).read_text(encoding="utf-8")] if ahead else []
+    texts = [(FOLDER / ahead).read_text(encoding="utf-8")] if ahead else []
     texts += [read_static(name) for name in scripts]
-    texts += [(HERE / between).read_text(encoding="utf-8")] if between else []
-    texts.append((HERE / script).read_text(encoding="utf-8"))
+    texts += [(FOLDER / between).read_text(encoding="utf-8")] if between else []
+    texts.append((FOLDER / script).read_text(encoding="utf-8"))
     start = (
         "const input = JSON.parse(require('fs').readFileSync(0, 'utf8'));\n"
         "const answer = (x) => process.stdout.write(JSON.stringify(x));\n"

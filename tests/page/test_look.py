@@ -57,7 +57,7 @@ def read(page: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("make", [own_model, adopted_model])
-def test_its_numbers_are_those_of_a_diagnosis(make: Any) -> None:
+def test_numbers_equal_a_diagnosis(make: Any) -> None:
     model = make()
     page = render_look(model, IDS, tokens=[*TEXT])
     data, expected = read(page), rc.diagnose(model, IDS).layers
@@ -80,7 +80,7 @@ def test_its_numbers_are_those_of_a_diagnosis(make: Any) -> None:
             assert entry["capacity"] == diagnosis.max_rank[name]
 
 
-def test_its_answers_are_those_of_a_trace() -> None:
+def test_answers_equal_a_trace() -> None:
     model = own_model()
     layer = read(render_look(model, IDS))["layers"][1]
     T, heads = len(IDS), layer["heads"]
@@ -113,7 +113,7 @@ def test_memories_that_cannot_be_read_are_refused() -> None:
         render_look(own_model(), [])
 
 
-def test_what_is_refused() -> None:
+def test_errors() -> None:
     model = own_model()
     with pytest.raises(ValueError, match="at most 256 token ids"):
         render_look(model, [1] * 257)
@@ -154,7 +154,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     yield from opened(tmp_path_factory.mktemp("profile"))
 
 
-def test_it_is_shown_in_a_browser(browser: Browser, tmp_path: Path) -> None:
+def test_browser_shows_the_page(browser: Browser, tmp_path: Path) -> None:
     from recollect.page import look
 
     model = own_model()
@@ -164,7 +164,9 @@ def test_it_is_shown_in_a_browser(browser: Browser, tmp_path: Path) -> None:
         for dark in (False, True):
             browser.open(path, width=width, dark=dark)
             assert browser.run("document.documentElement.scrollWidth") <= width
-            assert all(x.startswith(("file:", "data:", "about:")) for x in browser.asked())
+            assert all(
+                x.startswith(("file:", "data:", "about:")) for x in browser.requested_addresses()
+            )
             assert browser.run("document.querySelector('h1').textContent") == "<i>a model</i>"
             assert browser.run("document.querySelectorAll('img, h1 i').length") == 0
     for name in ("layer", "head"):

@@ -22,7 +22,7 @@ def call(*arguments: str) -> Any:
     return CliRunner().invoke(build(), ["page", *arguments])
 
 
-def test_the_command_writes_the_page_and_says_where(tmp_path: Path) -> None:
+def test_command_writes_the_page_and_prints_its_path(tmp_path: Path) -> None:
     out = tmp_path / "mine"
     result = call("--out", str(out), "--systems", "delta_net, gla")
     assert result.exit_code == 0, result.output
@@ -32,7 +32,7 @@ def test_the_command_writes_the_page_and_says_where(tmp_path: Path) -> None:
     assert '"name":"titans"' not in text
 
 
-def test_an_unknown_system_is_one_sentence_and_makes_nothing(tmp_path: Path) -> None:
+def test_unknown_system_gives_one_sentence_and_no_file(tmp_path: Path) -> None:
     out = tmp_path / "mine"
     result = call("--out", str(out), "--systems", "delta_met")
     assert result.exit_code == 2
@@ -55,8 +55,8 @@ def test_a_folder_that_is_a_file_is_one_sentence(tmp_path: Path) -> None:
     assert (tmp_path / "taken").read_text() == "kept"
 
 
-def test_the_site_holds_the_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The hook that mkdocs.yml names adds a file that links are checked against."""
+def test_site_contains_the_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The hook in mkdocs.yml adds a file, to which links are checked."""
     pytest.importorskip("mkdocs")
     from mkdocs.config import load_config
     from mkdocs.structure.files import Files

@@ -1,4 +1,4 @@
-"""The page is driven: chosen, stepped, linked, copied; in a small document, and in a browser."""
+"""The page is operated (chosen, stepped, linked, copied) in a small document and in a browser."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 from tests.page.browser import Browser, opened
-from tests.page.node import HERE, node
+from tests.page.node import FOLDER, node
 
 from recollect.page.write import PAGE, SCRIPTS, read_static, save
 
 
 def test_the_page_is_driven_in_a_small_document(table: dict[str, Any]) -> None:
-    """Every step that the scenario names holds, in a document of the test's own."""
+    """Every step of the scenario succeeds, in a document of the test."""
     around = {"ahead": "small_dom.js", "between": "scenario.js"}
     result = node("drive.js", {"table": table}, SCRIPTS, **around)
     assert isinstance(result, list), result
@@ -27,7 +27,7 @@ def test_the_page_is_driven_in_a_small_document(table: dict[str, Any]) -> None:
 
 
 def _steps() -> list[str]:
-    return re.findall(r'see\("', (HERE / "scenario.js").read_text(encoding="utf-8"))
+    return re.findall(r'see\("', (FOLDER / "scenario.js").read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")
@@ -35,16 +35,16 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     yield from opened(tmp_path_factory.mktemp("profile"))
 
 
-@pytest.mark.slow  # the small document above runs the same scenario
+@pytest.mark.slow  # the small document above runs this scenario
 @pytest.mark.parametrize(("width", "dark"), [(390, True), (1280, False)])
 def test_the_page_is_driven_in_a_browser(
     width: int, dark: bool, page: str, browser: Browser, tmp_path: Path
 ) -> None:
-    """The same scenario; the page is no wider than the window and asks for itself alone."""
+    """The page is no wider than the window and requests only itself."""
     path = tmp_path / PAGE
     path.write_text(page, encoding="utf-8")
     browser.open(path, width=width, dark=dark)
-    script = (HERE / "scenario.js").read_text(encoding="utf-8")
+    script = (FOLDER / "scenario.js").read_text(encoding="utf-8")
     result = browser.run(f"{script}\nscenario().catch((error) => ({{ error: error.message }}))")
     assert isinstance(result, list), result
     assert len(result) == len(_steps())
@@ -52,8 +52,8 @@ def test_the_page_is_driven_in_a_browser(
         browser.open(path, width=width, dark=dark, link=link)
         size = browser.run("[document.documentElement.scrollWidth, innerWidth]")
         assert size == [width, width]
-        assert {x.split(":")[0] for x in browser.asked()} <= {"file", "data"}
-        assert path.as_uri() in [x.split("#")[0] for x in browser.asked()]
+        assert {x.split(":")[0] for x in browser.requested_addresses()} <= {"file", "data"}
+        assert path.as_uri() in [x.split("#")[0] for x in browser.requested_addresses()]
     ground = browser.run("getComputedStyle(document.body).backgroundColor")
     assert ground == ("rgb(21, 24, 28)" if dark else "rgb(255, 255, 255)")
     small = browser.run(
@@ -63,32 +63,32 @@ def test_the_page_is_driven_in_a_browser(
     assert small == 0
 
 
-# -- what it asks for, and how it is written ------------------------------------------------------
+# -- requests and markup --------------------------------------------------------------------------
 
 
-def test_nothing_is_asked_of_any_host(page: str) -> None:
+def test_no_host_is_requested(page: str) -> None:
     text = re.sub(r'<script type="application/json".*?</script>', "", page, flags=re.DOTALL)
-    allowed = {"http://www.w3.org/2000/svg"}  # a name, which nobody opens
+    allowed = {"http://www.w3.org/2000/svg"}  # a name that is not opened
     assert set(re.findall(r"https?://[^\s\"'`]+", text)) == allowed
     for word in ("fetch(", "XMLHttpRequest", "import(", "@import", "WebSocket", "url(", "eval("):
         assert word not in text, word
-    assert "default-src 'none'" in text  # so that the browser would refuse it, too
+    assert "default-src 'none'" in text  # so that the browser would refuse it
     sources = re.findall(r'\b(?:src|href)="(.*?)"', text)
     assert sources == ["data:,"]
 
 
 class _Tags(html.parser.HTMLParser):
-    """Elements that are open, and every attribute that was given."""
+    """Open elements, and every attribute."""
 
     VOID = ("meta", "link", "input", "br")
 
     def __init__(self) -> None:
         super().__init__()
         self.open: list[str] = []
-        self.seen: list[tuple[str, dict[str, str | None]]] = []
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.seen.append((tag, dict(attrs)))
+        self.elements.append((tag, dict(attrs)))
         if tag not in self.VOID:
             self.open.append(tag)
 
@@ -101,12 +101,12 @@ def test_the_file_is_well_formed(page: str) -> None:
     tags.feed(page)
     tags.close()
     assert tags.open == []
-    recorded = dict(tags.seen)
+    recorded = dict(tags.elements)
     assert recorded["html"]["lang"] == "en"
     assert {"title", "main", "header", "h1", "noscript"} <= set(recorded)
-    assert ("meta", {"charset": "utf-8"}) in tags.seen
-    assert "width=device-width" in str([x for tag, x in tags.seen if tag == "meta"])
-    # Data cannot end the element that holds it, whatever somebody's sentences say.
+    assert ("meta", {"charset": "utf-8"}) in tags.elements
+    assert "width=device-width" in str([x for tag, x in tags.elements if tag == "meta"])
+    # Text in the data cannot end the element that contains it.
     data = re.search(r'id="table">(.*?)</script>', page, re.DOTALL)
     assert data is not None and "<" not in data[1]
     assert json.loads(data[1])["version"]
@@ -126,7 +126,7 @@ def test_saving_makes_the_folder(tmp_path: Path) -> None:
 
 @functools.cache
 def _themes() -> dict[str, dict[str, str]]:
-    """Colours by name, in light and in dark."""
+    """Return colours by name, in light and in dark."""
     result = re.findall(r":root \{(.*?)\}", read_static("page.css"), re.DOTALL)[:2]
     return {
         theme: dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", block))
@@ -135,28 +135,26 @@ def _themes() -> dict[str, dict[str, str]]:
 
 
 def _luminance(colour: str) -> float:
-    """Relative luminance of WCAG 2, of ``#rrggbb``."""
+    """Return the relative luminance of WCAG 2 of ``#rrggbb``."""
     parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     linear = [x / 12.92 if x <= 0.03928 else ((x + 0.055) / 1.055) ** 2.4 for x in parts]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
 def contrast(one: str, other: str) -> float:
-    """The ratio of WCAG 2: 1 to 21."""
+    """Return the ratio of WCAG 2: 1 to 21."""
     high, low = sorted((_luminance(one), _luminance(other)), reverse=True)
     return (high + 0.05) / (low + 0.05)
 
 
 def test_contrast_is_that_of_wcag() -> None:
     assert contrast("#000000", "#ffffff") == pytest.approx(21)
-    assert contrast("#777777", "#ffffff") == pytest.approx(
-        4.48, abs=0.01
-    )  # known to fail by a hair
+    assert contrast("#777777", "#ffffff") == pytest.approx(4.48, abs=0.01)  # just below the limit
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_every_pair_of_colours_can_be_read(theme: str) -> None:
-    """WCAG AA: 4.5 of texts, 3 of lines, borders of controls and marks."""
+    """WCAG AA: 4.5 for texts, 3 for lines, borders of controls and marks."""
     colours = _themes()[theme]
     grounds = ("paper", "band")
     for ink, ground in itertools.product(("ink", "faint", "bad", "accent"), grounds):
@@ -166,7 +164,7 @@ def test_every_pair_of_colours_can_be_read(theme: str) -> None:
         assert contrast(colours[line], colours[ground]) >= 3, (line, ground)
 
 
-def test_no_colour_stands_outside_the_themes() -> None:
+def test_all_colours_are_in_the_themes() -> None:
     rules = re.sub(r":root \{.*?\}", "", read_static("page.css"), flags=re.DOTALL)
     assert re.findall(r"#[0-9a-fA-F]{3,8}\b(?=[;} ])", rules) == []
     for name in SCRIPTS:

@@ -40,7 +40,7 @@ ALGORITHMS = (
 
 
 def combined() -> list[rc.Recipe]:
-    """Every combination that means something."""
+    """Return every meaningful combination."""
     result = []
     for bias, context, retention, algorithm in itertools.product(
         BIASES, CONTEXTS, RETENTIONS, ALGORITHMS
@@ -54,8 +54,8 @@ def combined() -> list[rc.Recipe]:
     return result
 
 
-def drawn() -> tuple[list[Tensor], Numbers]:
-    """Queries, keys and values [T, .] and one number of each name per token, in float64."""
+def random_data() -> tuple[list[Tensor], Numbers]:
+    """Return queries, keys and values [T, .] and one number of each name per token, in float64."""
     q, k = torch.randn(2, T, K, dtype=torch.float64).div(K**0.5).unbind()
     v = torch.randn(T, V, dtype=torch.float64)
     uniform = torch.rand(3, T, dtype=torch.float64)
@@ -68,12 +68,12 @@ def drawn() -> tuple[list[Tensor], Numbers]:
 
 
 def constant(numbers: Numbers) -> Numbers:
-    """The same at every token, as a param is."""
+    """Return numbers that are equal at every token, like a param."""
     return {name: value[:1].expand(T) for name, value in numbers.items()}
 
 
 def recalled(recipe: rc.Recipe, qkv: list[Tensor], numbers: Numbers) -> Tensor:
-    """What the library answers [T, V]."""
+    """Return the library's outputs [T, V]."""
     sizes = recipe.axes(K, V)
 
     def spread(value: Tensor, axes: tuple[str, ...]) -> Tensor:
@@ -99,19 +99,19 @@ def recalled(recipe: rc.Recipe, qkv: list[Tensor], numbers: Numbers) -> Tensor:
 def cases(recipes: list[rc.Recipe], qkv: list[Tensor], numbers: Numbers) -> list[dict[str, Any]]:
     q, k, v = (x.tolist() for x in qkv)
     rows = [{name: float(value[t]) for name, value in numbers.items()} for t in range(T)]
-    given = {"keys": k, "values": v, "queries": q, "numbers": rows}
-    return [{"recipe": recipe.to_dict(), **given} for recipe in recipes]
+    sequences = {"keys": k, "values": v, "queries": q, "numbers": rows}
+    return [{"recipe": recipe.to_dict(), **sequences} for recipe in recipes]
 
 
 def test_every_combination_that_the_page_runs_equals_recall() -> None:
     recipes = combined()
     assert len(recipes) > 150
-    qkv, moving = drawn()
+    qkv, moving = random_data()
     for numbers in (moving, constant(moving)):
-        some = [x for x in recipes if bool(x.params()) == (numbers is not moving)]
-        assert some
-        result = node("run_memory.js", cases(some, qkv, numbers), ["memory.js"])
-        for recipe, one in zip(some, result, strict=True):
+        chosen = [x for x in recipes if bool(x.params()) == (numbers is not moving)]
+        assert chosen
+        result = node("run_memory.js", cases(chosen, qkv, numbers), ["memory.js"])
+        for recipe, one in zip(chosen, result, strict=True):
             assert one["replaced"] == [], recipe
             expected = recalled(recipe, qkv, numbers)
             read = torch.tensor(one["read"], dtype=torch.float64)
@@ -123,7 +123,7 @@ def test_every_combination_that_the_page_runs_equals_recall() -> None:
 
 def test_a_system_that_the_page_runs_as_it_is_equals_recall() -> None:
     recipes = {name: rc.zoo.get(name).recipe for name in rc.zoo.names()}
-    qkv, moving = drawn()
+    qkv, moving = random_data()
     numbers = constant(moving)
     result = node("run_memory.js", cases(list(recipes.values()), qkv, numbers), ["memory.js"])
     ran = []
@@ -171,13 +171,13 @@ def test_a_system_that_the_page_runs_as_it_is_equals_recall() -> None:
         (rc.Recipe(bias=rc.bias.L2(probe=rc.bias.Probe())), ["bias.L2"]),
     ],
 )
-def test_what_the_page_cannot_run_it_names(recipe: rc.Recipe, names: list[str]) -> None:
-    qkv, numbers = drawn()
+def test_page_names_unsupported_recipes(recipe: rc.Recipe, names: list[str]) -> None:
+    qkv, numbers = random_data()
     (result,) = node("run_memory.js", cases([recipe], qkv, numbers), ["memory.js"])
     assert result["replaced"] == names
 
 
-def test_drawn_pairs_are_what_their_kind_says() -> None:
+def test_random_pairs_have_their_kind() -> None:
     result = node("draw_pairs.js", {"seed": 3, "count": 24}, ["memory.js"])
     for kind, pairs in result["kinds"].items():
         keys = torch.tensor([x["key"] for x in pairs], dtype=torch.float64)
@@ -198,7 +198,7 @@ def test_drawn_pairs_are_what_their_kind_says() -> None:
     assert result["other"] != result["again"]
 
 
-def test_what_is_measured_of_a_memory() -> None:
+def test_measurements_of_a_memory() -> None:
     """Orthogonal keys and a step of one: sixteen pairs are exact, and one more overwrites."""
     result = node("measure.js", {}, ["memory.js"])
     exact = result["delta"]
@@ -206,9 +206,9 @@ def test_what_is_measured_of_a_memory() -> None:
     assert max(exact["after"][1:17]) < 1e-12
     assert max(x["error"] for x in exact["found16"]) < 1e-12
     assert [x["age"] for x in exact["found16"]] == list(range(15, -1, -1))
-    # Writing a key again with a new value: the delta rule replaces the value, the sum keeps both.
+    # A second write of a key with a new value: the delta rule replaces the value, the sum adds it.
     assert result["rewritten"]["delta"] == pytest.approx(0, abs=1e-12)
     assert result["rewritten"]["sum"] == pytest.approx(1, abs=1e-12)
-    # Decay to α a write ago leaves α of the value: its error is 1 − α.
+    # A decay α after the write leaves α of the value: its error is 1 − α.
     assert result["decayed"] == pytest.approx(1 - 0.9, abs=1e-12)
     assert math.isclose(result["empty"], 1.0)

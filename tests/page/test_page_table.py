@@ -1,4 +1,4 @@
-"""What the page says of a recipe is what the library says of it."""
+"""The page's texts on a recipe equal those of the library."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ Neighbour = tuple[str, str, dict[str, Any], int]
 
 
 def neighbours(table: Table) -> Iterator[Neighbour]:
-    """System, choice turned, recipe as data, and result of every neighbour."""
+    """Yield system, changed choice, recipe as data, and result of every neighbour."""
     for preset in table["presets"]:
-        own = [
+        changed = [
             choice["settings"][place]
             for choice, place in zip(table["choices"], preset["recipe"], strict=True)
         ]
@@ -35,14 +35,14 @@ def neighbours(table: Table) -> Iterator[Neighbour]:
             places += choice["near"][preset["recipe"][i]]
             assert len(places) == len(preset["around"][i])
             for place, result in zip(places, preset["around"][i], strict=True):
-                members = [*own]
+                members = [*changed]
                 members[i] = choice["settings"][place]
                 data = dict(zip(CHOICES, members, strict=True))
                 yield preset["name"], choice["name"], data, result
 
 
-def said(table: Table, place: int) -> list[tuple[str, str]]:
-    """Lines of an explanation, each with the label in whose block it stands."""
+def labelled_lines(table: Table, place: int) -> list[tuple[str, str]]:
+    """Return lines of an explanation, each with the label of its block."""
     blocks = [table["blocks"][index] for index in table["explanations"][place]]
     return [
         (table["labels"][label], table["lines"][line]) for label, *lines in blocks for line in lines
@@ -50,7 +50,7 @@ def said(table: Table, place: int) -> list[tuple[str, str]]:
 
 
 def printed(recipe: rc.Recipe | rc.zoo.Preset) -> list[tuple[str, str]]:
-    """Lines of `rc.explain` without the fidelity, which the table has for each preset."""
+    """Return lines of `rc.explain` without the fidelity, which the table has for each preset."""
     result, label = [], ""
     for line in str(rc.explain(recipe)).split("\n")[1:]:
         head, text = line[:9], line[9:]
@@ -64,26 +64,26 @@ def test_a_system_is_explained_as_rc_explain_prints_it(table: Table) -> None:
     assert [preset["name"] for preset in table["presets"]] == list(SYSTEMS)
     for preset in table["presets"]:
         system = rc.zoo.get(preset["name"])
-        assert said(table, preset["explanation"]) == printed(system)
+        assert labelled_lines(table, preset["explanation"]) == printed(system)
         kind, *deviations = preset["fidelity"]
         assert kind.startswith(f"{system.fidelity.kind}, from ")
         assert deviations == [f"- {item}" for item in system.fidelity.deviations]
 
 
 def test_neighbours_are_explained_or_refused_as_the_library_does(table: Table) -> None:
-    every = list(neighbours(table))
+    pairs = list(neighbours(table))
     refused = 0
-    for name, _, data, result in every[::7]:
-        own = {x: getattr(rc.zoo.get(name).recipe, x).to_dict() for x in CHOICES}
-        assert sum(canonical_json(own[x]) != canonical_json(data[x]) for x in CHOICES) <= 1
+    for name, _, data, result in pairs[::7]:
+        choices = {x: getattr(rc.zoo.get(name).recipe, x).to_dict() for x in CHOICES}
+        assert sum(canonical_json(choices[x]) != canonical_json(data[x]) for x in CHOICES) <= 1
         if result < 0:
             refused += 1
             with pytest.raises(rc.RecipeError) as why:
                 rc.explain(rc.Recipe.from_dict(data))
             assert table["errors"][-result - 1] == str(why.value)
         else:
-            assert said(table, result) == printed(rc.Recipe.from_dict(data))
-    assert 10 < refused < len(every[::7]) - 10
+            assert labelled_lines(table, result) == printed(rc.Recipe.from_dict(data))
+    assert 10 < refused < len(pairs[::7]) - 10
 
 
 def test_neighbours_are_all_that_one_knob_reaches(table: Table) -> None:
@@ -94,28 +94,28 @@ def test_neighbours_are_all_that_one_knob_reaches(table: Table) -> None:
     for choice in CHOICES:
         members = {x["member"] for x in turned[choice]}
         classes = {cls.__name__ for cls in all_members() if choice in cls.choices()}
-        assert members == classes - {"Module"}, choice  # which is code of the user's
+        assert members == classes - {"Module"}, choice  # a user's code
     decays = [x for x in turned["retention"] if x["member"] == "Decay"]
     assert {x["per"] for x in decays} == {"head", "key", "value", "key_value", "entry"}
     assert {x["when"] for x in decays} == {"after", "before"}
     assert {x["alpha"] for x in decays} >= {"input", "learned", "input_scaled"}
 
 
-def test_labels_of_any_length_are_blocks_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Labels were cut from the printed text at column 9, and a longer one raised a KeyError."""
+def test_labels_of_any_length_are_separate_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Labels may be longer than the printed column of 9."""
     blocks = (("a label of many words", ("one", "two")), ("b", ("  three",)))
     monkeypatch.setattr(
         "recollect.page.table.explain", lambda recipe: SimpleNamespace(blocks=blocks)
     )
     table = make_table(["delta_net"])
-    assert said(table, table["presets"][0]["explanation"]) == [
+    assert labelled_lines(table, table["presets"][0]["explanation"]) == [
         ("a label of many words", "one"),
         ("a label of many words", "two"),
         ("b", "  three"),
     ]
 
 
-def test_no_line_stands_twice(table: Table) -> None:
+def test_lines_are_unique(table: Table) -> None:
     for name in ("lines", "blocks", "explanations", "errors"):
         texts = [json.dumps(x) for x in table[name]]
         assert len(set(texts)) == len(texts), name
@@ -124,10 +124,10 @@ def test_no_line_stands_twice(table: Table) -> None:
         assert len(set(keys)) == len(keys)
 
 
-def check_written(table: Table, every: list[Neighbour], found: list[dict[str, Any]]) -> None:
-    """Python, TOML and links of the script mean the recipes that they were made of."""
+def check_written(table: Table, pairs: list[Neighbour], results: list[dict[str, Any]]) -> None:
+    """Check that Python, TOML and links of the script give the original recipes."""
     without_toml = 0
-    for (_, _, data, result), one in zip(every, found, strict=True):
+    for (_, _, data, result), one in zip(pairs, results, strict=True):
         back = {x: one["back"]["recipe"][x] for x in CHOICES}
         assert canonical_json(back) == canonical_json(data)
         if result < 0:
@@ -148,21 +148,21 @@ def check_written(table: Table, every: list[Neighbour], found: list[dict[str, An
         if named:
             assert one["link"] == named[0]
         else:
-            assert lines == said(table, result)
+            assert lines == labelled_lines(table, result)
             assert one["result"]["near"]
-    assert 0 < without_toml < len(every) / 4
+    assert 0 < without_toml < len(pairs) / 4
 
 
-def test_the_script_looks_up_writes_and_links_every_recipe(table: Table) -> None:
-    every = list(neighbours(table))
+def test_script_finds_writes_and_links_every_recipe(table: Table) -> None:
+    pairs = list(neighbours(table))
     links = ['{"bias":{"member":"Nothing"}}', "nobody", "%E0%A4%A", "{", '{"bios":1}']
     links += ['{"bias":{"member":"Matrix"}}', '{"retention":{"member":"Decay","par":"key"}}']
     links += ['{"retention":{"member":"Lq","q":7}}', "gated_delta_net"]
     links += ['{"context":{"member":"KernelWeighted","restrictions":[{"member":"Window"}]}}']
     links += ['{"retention":5}', '{"bias":[]}', '{"memory":{"member":"Matrix","read":null}}']
-    given = {"table": table, "recipes": [data for _, _, data, _ in every], "links": links}
-    result = node("look_up.js", given, ["memory.js", "recipes.js"])
-    check_written(table, every, result["recipes"])
+    payload = {"table": table, "recipes": [data for _, _, data, _ in pairs], "links": links}
+    result = node("look_up.js", payload, ["memory.js", "recipes.js"])
+    check_written(table, pairs, result["recipes"])
     refused = [x.get("error", "") for x in result["links"]]
     assert refused[0].startswith("This page knows no member named Nothing; bias has DotProduct, L2")
     assert refused[1] == "This page knows no system named nobody: choose one below."
@@ -180,12 +180,12 @@ def test_the_script_looks_up_writes_and_links_every_recipe(table: Table) -> None
     assert result["links"][8]["preset"] == "gated_delta_net"
 
 
-def test_a_member_of_ones_own_is_a_knob() -> None:
+def test_custom_member_is_an_option() -> None:
     from recollect.choices import member
 
     @rc.member
     class Sharp(rc.bias.Bias):
-        """A loss of somebody's."""
+        """A user's loss."""
 
         sharpness: float = rc.fields.number(2.0, above=0)
 
@@ -207,7 +207,7 @@ def test_a_member_of_ones_own_is_a_knob() -> None:
             if choice == "bias"
         }
         assert ("engine", "deep") in [
-            (label, line.split()[0]) for label, line in said(built, results[name])
+            (label, line.split()[0]) for label, line in labelled_lines(built, results[name])
         ]
     finally:
         member._REGISTRY.popitem()
@@ -228,18 +228,18 @@ def test_values_of_fields_come_from_declarations_and_from_the_zoo() -> None:
         make_table(["nobody"])
 
 
-def test_progress_is_told() -> None:
-    told: list[tuple[int, int]] = []
-    make_table(["delta_net", "gla"], progress=lambda done, of: told.append((done, of)))
-    assert told == [(0, 2), (1, 2)]
+def test_progress_is_reported() -> None:
+    progress: list[tuple[int, int]] = []
+    make_table(["delta_net", "gla"], progress=lambda done, of: progress.append((done, of)))
+    assert progress == [(0, 2), (1, 2)]
 
 
 @pytest.mark.slow
-def test_the_whole_page_is_light_and_its_code_means_its_recipes() -> None:
+def test_full_page_is_small_and_its_code_gives_its_recipes() -> None:
     assert len(render().encode()) < 1_500_000
     full = make_table()
     assert [x["name"] for x in full["presets"]] == rc.zoo.names()
-    every = list(neighbours(full))
-    given = {"table": full, "recipes": [data for _, _, data, _ in every], "links": []}
-    result = node("look_up.js", given, ["memory.js", "recipes.js"])
-    check_written(full, every, result["recipes"])
+    pairs = list(neighbours(full))
+    payload = {"table": full, "recipes": [data for _, _, data, _ in pairs], "links": []}
+    result = node("look_up.js", payload, ["memory.js", "recipes.js"])
+    check_written(full, pairs, result["recipes"])

@@ -1,4 +1,4 @@
-"""The pages that the documentation's hook makes: a page per system, results, the first picture."""
+"""Pages of the documentation's hook: one per system, results, and the first picture."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ PRINTED = {
 
 @pytest.mark.parametrize("name", PRINTED)
 def test_the_equation_of_the_source_is_the_printed_one(name: str, pages: dict[str, str]) -> None:
-    """The scale ρ of normalised steps and the overlap r are in the computed rule only."""
+    """Only the computed rule has the scale ρ of normalised steps and the overlap r."""
     section = pages[f"zoo/{name}.md"].partition("## Equation\n")[2].partition("\n## ")[0]
     blocks = re.findall(r"^```{ \.text \.equations }\n(.*?)\n```$", section, re.S | re.M)
     assert blocks[0].splitlines() == list(PRINTED[name])
@@ -123,7 +123,7 @@ def test_the_equation_of_the_source_is_the_printed_one(name: str, pages: dict[st
 
 
 def test_labels_of_any_length_have_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A label of more than eight characters was cut."""
+    """Labels may have more than eight characters."""
     blocks = (("a label of many words", ("one | two", "three")), ("write", ("left out",)))
     result = SimpleNamespace(blocks=blocks, equations=())
     monkeypatch.setattr("systems.explain", lambda recipe: result)
@@ -173,7 +173,7 @@ def test_the_code_of_a_page_makes_its_system(family: str, pages: dict[str, str])
             assert tuple(mixers.items()) == system.layers
 
 
-def test_a_member_that_stands_nowhere_cannot_be_written() -> None:
+def test_local_member_cannot_be_written() -> None:
     class Elsewhere(rc.bias.L2):
         pass
 
@@ -200,7 +200,7 @@ def test_numbers_are_those_of_the_results(pages: dict[str, str]) -> None:
     assert result == f"{sum(mine) / len(mine):.3f} ({min(mine):.3f} to {max(mine):.3f})"
 
 
-def test_without_results_pages_say_so(tmp_path: Path) -> None:
+def test_pages_without_results(tmp_path: Path) -> None:
     assert results_for("titans", tmp_path) == []
     assert "No results yet." in system_pages(tmp_path)["zoo/titans.md"]
     (tmp_path / "docs").mkdir()
@@ -212,7 +212,7 @@ def test_without_results_pages_say_so(tmp_path: Path) -> None:
     assert list(hook._results(tmp_path)) == ["results/notes/steps.md"]
 
 
-def test_links_between_pages_lead_somewhere(pages: dict[str, str]) -> None:
+def test_links_between_pages_resolve(pages: dict[str, str]) -> None:
     for path, text in pages.items():
         for link in re.findall(r"\]\((?!http)([^)#]*\.md)", text):
             place = (Path(path).parent / link).as_posix()
@@ -223,21 +223,21 @@ def test_links_between_pages_lead_somewhere(pages: dict[str, str]) -> None:
                 assert (ROOT / place).exists(), (path, link)
 
 
-def test_the_picture_shows_what_was_computed() -> None:
-    """Least squares holds as many pairs as keys have channels, and forgetting follows a change."""
+def test_picture_shows_computed_values() -> None:
+    """Least squares stores one pair per key channel, and memories with decay adapt to changes."""
     pytest.importorskip("matplotlib")
     import picture
 
-    held, changed = picture.storage_errors(), picture.switch_errors()
+    storage, changed = picture.storage_errors(), picture.switch_errors()
     at = picture.PAIRS.index
     assert (
-        held["exact least squares: RLS"][at(12)]
+        storage["exact least squares: RLS"][at(12)]
         < 0.01
         < 0.2
-        < held["exact least squares: RLS"][at(20)]
+        < storage["exact least squares: RLS"][at(20)]
     )
-    assert max(held["all pairs stored: softmax attention"]) < 0.05
-    assert all(a[at(1)] < 0.01 for a in held.values())
+    assert max(storage["all pairs stored: softmax attention"]) < 0.05
+    assert all(a[at(1)] < 0.01 for a in storage.values())
     end = {name: sum(y[-8:]) / 8 for name, y in changed.items()}
     assert min(end, key=end.__getitem__) == "least squares that forgets"
     drawing = picture.render_picture()
@@ -252,11 +252,11 @@ def test_the_figure_of_steps_shows_the_limit(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(stability, "MULTIPLES", (0.3, 0.5, 0.9, 1.1, 2.0))
     matrix, normed = memory.Matrix(), memory.MLP(norm="layer")
-    left = [stability.errors(matrix, "worst_case", repeated=True)]
+    curves = [stability.errors(matrix, "worst_case", repeated=True)]
     expected = [abs(1 - 2 * s) ** stability.BATCHES for s in stability.MULTIPLES]
-    assert left[0] == pytest.approx(expected, rel=1e-4, abs=1e-9)  # ρ has an ε of 1e-6
-    left += [stability.errors(normed, "worst_case", repeated=True)]
-    assert left[0][-1] > 50 and max(left[1]) < 1
+    assert curves[0] == pytest.approx(expected, rel=1e-4, abs=1e-9)  # ρ has an ε of 1e-6
+    curves += [stability.errors(normed, "worst_case", repeated=True)]
+    assert curves[0][-1] > 50 and max(curves[1]) < 1
     for one in (matrix, normed):
         worst, measured = (
             stability.errors(one, overlap, repeated=False) for overlap in ("worst_case", "measured")

@@ -1,4 +1,4 @@
-"""What the processes of a test do: steps of a model by hand, runs, refused commands."""
+"""Jobs of the processes of a test: steps of a model by hand, runs, refused commands."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ NAMES = [
 
 
 def eps_of(name: str) -> float:
-    """AdamW's: torch's own for the systems named above.
+    """Return AdamW's eps: torch's default for the systems above.
 
-    Others have weights whose first gradient is rounding, 1e-9 of a few in ten thousand. With 1e-8
-    AdamW moves them by a share of lr that rounding decides, on one process too.
+    Other systems have weights whose first gradient is rounding, 1e-9 of a few in ten thousand. With
+    1e-8 AdamW moves them by a fraction of lr that depends on rounding, also in one process.
     """
     return 1e-8 if name in NAMES else 1e-5
 
 
 COMPOSED: dict[str, Any] = {
     "hybrid": ["gated_delta_net", "softmax_attention"],
-    # Three segments of a row of twelve, and learned tokens before each.
+    # Three segments of a row of twelve, with learned tokens before each.
     "as_context": MemoryAsContext("titans", "softmax_attention", segment=5, persistent=2),
     "chain": Sequential(
         MemoryAsGate("atlas", "softmax_attention", persistent=1), "gated_delta_net", persistent=2
@@ -111,7 +111,7 @@ def steps(
 def equality(
     names: list[str], layouts: list[str], types: Sequence[str] = ("float32", "float64")
 ) -> dict[str, Any]:
-    """How far losses and weights of a layout are from those of one process, and what a rank has."""
+    """Return distances of losses and weights of a layout from one process, and a rank's size."""
     state = init_distributed()
     result: dict[str, Any] = {}
     for name in names:
@@ -138,7 +138,7 @@ def equality(
                     "loss": far_loss,
                     "norm": max(abs(a / b - 1) for a, b in zip(norms, sizes, strict=True)),
                     "weights": weight_error if gathered.keys() == weights.keys() else float("inf"),
-                    "held": _held(net, optimizer),
+                    "held": _sizes(net, optimizer),
                     "whole": sum(w.numel() for w in weights.values()),
                     "alike": _alike(net),
                 }
@@ -156,13 +156,13 @@ def uneven() -> list[float]:
     net = model("atlas").double()
     index = parallelize(net, LAYOUTS["fsdp"], "cpu").index
     net(rows[index][None], labels=rows[index][None], cu_seqlens=borders[index]).loss.backward()
-    gates, far = 0, 0.0
+    gates, error = 0, 0.0
     for (name, one), weight in zip(single.named_parameters(), net.parameters(), strict=True):
         assert isinstance(weight.grad, DTensor) and one.grad is not None
-        far = max(far, float((weight.grad.full_tensor() - one.grad).abs().max()))
+        error = max(error, float((weight.grad.full_tensor() - one.grad).abs().max()))
         gates += "gates" in name and bool(one.grad.any())
     assert state.num_processes == 2
-    return [far, gates]
+    return [error, gates]
 
 
 def _spread(
@@ -180,8 +180,8 @@ def _local(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def _held(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """Numbers that this process holds: of weights, and of each of the optimizer's moments."""
+def _sizes(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """Return the number of weights, and of each of the optimizer's moments, of this process."""
     moments = [(k, v) for state in optimizer.state.values() for k, v in state.items()]
     return {"weights": sum(_local(w.detach()).numel() for w in net.parameters())} | {
         moment: sum(_local(v).numel() for k, v in moments if k == moment)
@@ -190,7 +190,7 @@ def _held(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
 
 
 def _alike(net: nn.Module) -> int:
-    """Numbers of weights that all ranks of a tensor-parallel group hold."""
+    """Return the number of weights that all ranks of a tensor-parallel group have."""
     return sum(
         w.numel()
         for w in net.parameters()
@@ -199,10 +199,10 @@ def _alike(net: nn.Module) -> int:
 
 
 class Dying(RecollectTrainer):
-    """The second process is killed while it takes the sixth step.
+    """The second process is killed during the sixth step.
 
     Attributes:
-        writing: whether it is in the middle of writing the checkpoint of the fourth one.
+        writing: whether it is writing the checkpoint of the fourth step.
     """
 
     writing = False
@@ -216,7 +216,7 @@ class Dying(RecollectTrainer):
 
 
 def killed(tables: dict[str, Any], *, writing: bool = False) -> str:
-    """What the process that survives says."""
+    """Return the output of the process that survives."""
     Dying.writing = writing
     if writing and init_distributed().process_index == 1:
         saving.before_writing(4, threading.Event().wait)
@@ -228,14 +228,14 @@ def killed(tables: dict[str, Any], *, writing: bool = False) -> str:
 
 
 def runs(plans: dict[str, dict[str, Any]], resume: bool = False) -> dict[str, Any]:
-    """Whole runs, one after the other, and what each said and held."""
+    """Run several trainings, and return the output and sizes of each."""
     result: dict[str, Any] = {}
     withheld: list[str] = []
-    own = DistributedDataParallel.no_sync
+    no_sync = DistributedDataParallel.no_sync
 
     def counted(self: DistributedDataParallel) -> Any:
         withheld.append("")
-        return own(self)
+        return no_sync(self)
 
     DistributedDataParallel.no_sync = counted  # type: ignore[method-assign]
     for name, tables in plans.items():
@@ -246,11 +246,11 @@ def runs(plans: dict[str, dict[str, Any]], resume: bool = False) -> dict[str, An
             resume=resume,
             observer=events,
         )
-        held = sum(_local(w.detach()).numel() for w in built.model.parameters())
+        num_weights = sum(_local(w.detach()).numel() for w in built.model.parameters())
         result[name] = {
             "said": [*events.messages, *(summary["device"] for summary in events.summaries)],
             "loss": built.loss,
-            "held": held,
+            "held": num_weights,
         }
         result[name] |= {"heldout": built.heldout_loss, "tokens": built.tokens}
         replaced = [n for n, module in built.model.named_modules() if "forward" in vars(module)]
@@ -259,7 +259,7 @@ def runs(plans: dict[str, dict[str, Any]], resume: bool = False) -> dict[str, An
 
 
 def refused(cases: dict[str, list[str]]) -> dict[str, Any]:
-    """Exit status, output and errors of a command per case; process r is in the folder r."""
+    """Return exit code, output and errors of a command per case; process r is in the folder r."""
     from typer.testing import CliRunner
 
     from recollect.cli import build
@@ -274,7 +274,7 @@ def refused(cases: dict[str, list[str]]) -> dict[str, Any]:
 
 
 def loaded(folder: str) -> dict[str, Any]:
-    """A model that transformers itself loads in parts, by the plans that the model brings."""
+    """Load a model in parts by transformers, with the plans of the model."""
     from transformers.distributed import DistributedConfig
 
     dist.init_process_group("gloo")
@@ -288,6 +288,6 @@ def loaded(folder: str) -> dict[str, Any]:
             folder, distributed_config=DistributedConfig(**sizes)
         )
         with torch.no_grad():
-            far = float((net(rows).logits - expected).abs().max())
-        result[name] = [far, sum(_local(w.detach()).numel() for w in net.parameters())]
+            error = float((net(rows).logits - expected).abs().max())
+        result[name] = [error, sum(_local(w.detach()).numel() for w in net.parameters())]
     return result

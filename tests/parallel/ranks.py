@@ -1,4 +1,4 @@
-"""Functions run by several processes that talk over gloo, one rank each."""
+"""Functions in several processes that communicate over gloo, one rank each."""
 
 from __future__ import annotations
 
@@ -13,27 +13,26 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
-__all__ = ["on_ranks", "together"]
+__all__ = ["on_ranks", "run_processes"]
 
 SECONDS = 60
-"""After which an exchange that nobody answers ends with an error."""
+"""Time limit of an exchange without an answer."""
 
 IMPORTED = ["recollect.parallel", "recollect.lm", "recollect.lm.training.train"]
 
 
-def together(
+def run_processes(
     count: int, job: Callable[..., None], *arguments: object, seconds: float = 240
 ) -> None:
-    """Run ``job(index, *arguments)`` in so many processes; the first error of any is raised here.
+    """Run ``job(index, *arguments)`` in several processes; raise the first error of any.
 
-    Torch is imported once for all tests, by a server without threads of its own; these processes
-    are its forks.
+    A server without threads imports torch once for all tests; these processes are its forks.
 
     Args:
-        count: of processes.
+        count: number of processes.
         job: a function of a module.
-        arguments: what is pickled for it.
-        seconds: after which those that have not ended are killed.
+        arguments: pickled arguments.
+        seconds: time limit, after which remaining processes are killed.
     """
     multiprocessing.set_forkserver_preload(IMPORTED)
     started = start_processes(
@@ -56,24 +55,24 @@ def on_ranks(
     seconds: int = SECONDS,
     meet: bool = True,
 ) -> None:
-    """Run ``job(rank, *arguments)`` in so many processes; the first error of any is raised here.
+    """Run ``job(rank, *arguments)`` in several processes; raise the first error of any.
 
     Args:
-        ranks: R.
+        ranks: number of ranks R.
         job: a function of a module.
-        arguments: what is pickled for it.
-        seconds: the time-out of the group.
+        arguments: pickled arguments.
+        seconds: the time limit of the group.
         meet: whether all ranks meet again at the end.
     """
     with tempfile.TemporaryDirectory() as folder:
-        where = Path(folder) / "rendezvous"
-        together(ranks, _begin, ranks, str(where), job, arguments, seconds, meet)
+        rendezvous = Path(folder) / "rendezvous"
+        run_processes(ranks, _begin, ranks, str(rendezvous), job, arguments, seconds, meet)
 
 
 def _begin(
     rank: int,
     ranks: int,
-    where: str,
+    rendezvous: str,
     job: Callable[..., None],
     arguments: tuple[object, ...],
     seconds: int,
@@ -82,7 +81,7 @@ def _begin(
     torch.set_num_threads(1)
     wait = datetime.timedelta(seconds=seconds)
     dist.init_process_group(
-        "gloo", init_method=f"file://{where}", rank=rank, world_size=ranks, timeout=wait
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks, timeout=wait
     )
     try:
         job(rank, *arguments)

@@ -1,4 +1,4 @@
-"""What the processes of a test do to checkpoints that are written while steps go on."""
+"""Jobs of the processes of a test on checkpoints that are written during steps."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ _place = atomic_checkpoints.commit_folder
 
 
 def before_writing(step: int, do: Callable[[], Any]) -> None:
-    """Let the thread that writes this process's shards of a step do something first."""
+    """Make the thread that writes this process's shards of a step do something first."""
 
-    def write_data(self: HuggingFaceStorageWriter, *given: Any) -> Any:
+    def write_data(self: HuggingFaceStorageWriter, *args: Any) -> Any:
         if f"checkpoint-{step}/" in f"{self.path}/":
             do()
-        return _write(self, *given)
+        return _write(self, *args)
 
     HuggingFaceStorageWriter.write_data = write_data  # type: ignore[method-assign]
 
 
-def held(trainer: RecollectTrainer) -> dict[str, Tensor]:
-    """Copies of what this process has of weights and moments, by their names in a checkpoint."""
+def own_tensors(trainer: RecollectTrainer) -> dict[str, Tensor]:
+    """Return copies of this process's weights and moments, by their names in a checkpoint."""
     model, optimizer = trainer.model, trainer._unwrap_optimizer()
     assert model is not None
     result: dict[str, Tensor] = {}
@@ -54,11 +54,11 @@ def held(trainer: RecollectTrainer) -> dict[str, Tensor]:
 
 
 class Slow(RecollectTrainer):
-    """The checkpoint of step 4 is not written before two more steps have been taken.
+    """The checkpoint of step 4 is written after two more steps.
 
     Attributes:
-        went_on: set then. expected, later: what this process held at step 4, and at step 6.
-        early: whether the checkpoint had its name by then.
+        went_on: set after those steps. expected, later: tensors of this process at steps 4 and 6.
+        early: whether the checkpoint has its name by then.
     """
 
     went_on: threading.Event
@@ -68,25 +68,25 @@ class Slow(RecollectTrainer):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         if self.state.global_step == 6 and not Slow.went_on.is_set():
-            Slow.later = held(self)
+            Slow.later = own_tensors(self)
             Slow.early = (Path(str(self.args.output_dir)) / "checkpoint-4").exists()
             Slow.went_on.set()
         return super().training_step(*args, **kwargs)
 
     def _save_checkpoint(self, *args: Any) -> None:
         if self.state.global_step == 4:
-            Slow.expected = held(self)
+            Slow.expected = own_tensors(self)
         super()._save_checkpoint(*args)
 
 
 def slow(tables: dict[str, Any]) -> dict[str, Any]:
-    """A run, and how the checkpoint of step 4 compares with what this process held then."""
+    """Run a training, and compare the checkpoint of step 4 with the tensors at step 4."""
     Slow.went_on, waited = threading.Event(), list[bool]()
     before_writing(4, lambda: waited.append(Slow.went_on.wait(SECONDS)))
     out = Path(train(TrainPlan.from_dict(tables), trainer_class=Slow).folder).parent
     place = int(os.environ["RANK"]) + 1
-    (own,) = (out / "checkpoint-4/shards").glob(f"shard-{place:05}-*")
-    saved = load_file(own)
+    (shard,) = (out / "checkpoint-4/shards").glob(f"shard-{place:05}-*")
+    saved = load_file(shard)
     return {
         "waited": waited,
         "early": Slow.early,
@@ -99,13 +99,13 @@ def slow(tables: dict[str, Any]) -> dict[str, Any]:
 
 
 class Failing(RecollectTrainer):
-    """The checkpoint of step 4 cannot be written; the sixth step is not begun before it is known.
+    """The checkpoint of step 4 cannot be written; the sixth step starts after this is known.
 
     Attributes:
-        where: what fails. taken: steps.
+        fault: part that fails. taken: steps.
     """
 
-    where = ""
+    fault = ""
     taken = 0
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -118,46 +118,46 @@ class Failing(RecollectTrainer):
         return super().training_step(*args, **kwargs)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        if Failing.where == "beside" and self.args.process_index == 1:
+        if Failing.fault == "beside" and self.args.process_index == 1:
             fill(4 if output_dir.endswith("checkpoint-4") else 0)
         super()._save_rng_state(output_dir)
 
 
 def fill(step: int) -> None:
-    """The disk is full at a step."""
+    """Fill the disk at a step."""
     if step == 4:
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def full(plans: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """What runs say whose disk is full at step 4, and after how many steps."""
+    """Return the messages of runs whose disk is full at step 4, and their number of steps."""
     result: dict[str, Any] = {}
-    for where, tables in plans.items():
-        Failing.where = where
-        single = where == "shards" and os.environ["RANK"] == "1"
+    for fault, tables in plans.items():
+        Failing.fault = fault
+        single = fault == "shards" and os.environ["RANK"] == "1"
         before_writing(4, (lambda: fill(4)) if single else bool)
 
-        def place(made: Path, name: Path, where: str = where) -> None:
-            fill(4 if where == "manifest" and name.name == "checkpoint-4" else 0)
-            _place(made, name)
+        def place(folder: Path, name: Path, fault: str = fault) -> None:
+            fill(4 if fault == "manifest" and name.name == "checkpoint-4" else 0)
+            _place(folder, name)
 
         atomic_checkpoints.commit_folder = place
         try:
             train(TrainPlan.from_dict(tables), trainer_class=Failing)
-            said = "it was written"
+            message = "it was written"
         except CheckpointError as error:
-            said = str(error)
-        left = sorted(x.name for x in Path(tables["run"]["out"]).glob("[c.]*"))
-        result[where] = {
-            "said": re.sub(r"\(.* free\)", "", said),
+            message = str(error)
+        remaining = sorted(x.name for x in Path(tables["run"]["out"]).glob("[c.]*"))
+        result[fault] = {
+            "said": re.sub(r"\(.* free\)", "", message),
             "taken": Failing.taken,
-            "left": [name for name in left if name != ".run.lock"],
+            "left": [name for name in remaining if name != ".run.lock"],
         }
     return result
 
 
 class Interrupting(RecollectTrainer):
-    """The first process is told to end while it takes the fourth step."""
+    """The first process is signalled during the fourth step."""
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         if self.state.global_step == 3 and self.args.process_index == 0:
@@ -166,7 +166,7 @@ class Interrupting(RecollectTrainer):
 
 
 def interrupted(tables: dict[str, Any]) -> list[Any]:
-    """What a run says that is told to end, and whether what it says is there when it says so."""
+    """Return the message of a signalled run, and whether its files exist when it appears."""
     before_writing(4, lambda: time.sleep(0.3))
     try:
         train(TrainPlan.from_dict(tables), trainer_class=Interrupting)
@@ -175,6 +175,6 @@ def interrupted(tables: dict[str, Any]) -> list[Any]:
     return ["it went on"]
 
 
-def both(run: dict[str, Any], ended: dict[str, Any]) -> list[Any]:
-    """`slow`, then `interrupted`."""
-    return [slow(run), interrupted(ended)]
+def both(run: dict[str, Any], signalled: dict[str, Any]) -> list[Any]:
+    """Run `slow`, then `interrupted`."""
+    return [slow(run), interrupted(signalled)]

@@ -1,4 +1,4 @@
-"""Several processes as a launcher starts them, with a limit of time on all of them."""
+"""Several processes started as by a launcher, with one time limit."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from subprocess import Popen, TimeoutExpired
 from typing import Any
 
 import torch
-from tests.parallel.ranks import IMPORTED, together
-from tests.processes import begun
+from tests.parallel.ranks import IMPORTED, run_processes
+from tests.processes import run_command
 
 ROOT = Path(__file__).parents[2]
 
 
-def told(count: int) -> dict[str, str]:
-    """What a launcher tells all of so many processes."""
+def launch_environment(count: int) -> dict[str, str]:
+    """Return the environment that a launcher gives to all processes."""
     with socket.socket() as result:
         result.bind(("127.0.0.1", 0))
         port = str(result.getsockname()[1])
@@ -33,12 +33,12 @@ def told(count: int) -> dict[str, str]:
 def group(
     count: int, code: str, place: Path, *, arguments: tuple[str, ...] = (), **environment: str
 ) -> Iterator[list[Popen[str]]]:
-    """So many processes that run the same code, each in a session of its own; none survives."""
-    shared = told(count)
+    """Start several processes that run the same code, each in a separate session; all are ended."""
+    shared = launch_environment(count)
     with ExitStack() as stack:
         yield [
             stack.enter_context(
-                begun(
+                run_command(
                     *arguments,
                     place=place,
                     code=code,
@@ -53,8 +53,8 @@ def group(
         ]
 
 
-def ended(processes: list[Popen[str]], seconds: float = 240) -> list[tuple[int, str, str]]:
-    """Exit status, output and errors of each."""
+def wait_for_exit(processes: list[Popen[str]], seconds: float = 240) -> list[tuple[int, str, str]]:
+    """Return exit code, output and errors of each."""
     result: list[tuple[int, str, str]] = []
     for place, process in enumerate(processes):
         try:
@@ -66,18 +66,18 @@ def ended(processes: list[Popen[str]], seconds: float = 240) -> list[tuple[int, 
 
 
 def job(call: str, count: int, place: Path, **environment: str) -> list[Any]:
-    """What `tests.parallel.jobs` makes of a call in each of several processes, in their order."""
-    together(count, _make, call, str(place), told(count) | environment)
+    """Return results of a call of `tests.parallel.jobs` in several processes, in their order."""
+    run_processes(count, _make, call, str(place), launch_environment(count) | environment)
     return [json.loads((place / f"made-{rank}.json").read_text()) for rank in range(count)]
 
 
 def survivors(call: str, count: int, place: Path, *, killed: int) -> list[Any]:
-    """Run a call as `job` does, where one process is killed; return what the others make of it."""
+    """Run a call as `job` does, but one process is killed; return the results of the others."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)
     processes = [
         context.Process(target=_make, args=(rank, call, str(place), shared))
-        for shared in [told(count)]
+        for shared in [launch_environment(count)]
         for rank in range(count)
     ]
     try:

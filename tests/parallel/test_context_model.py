@@ -25,7 +25,7 @@ EXACT = 1e-10
 
 
 def _tensors(state: Any) -> list[Tensor]:
-    """All that a state holds, but for what the next call can do without."""
+    """Return the tensors of a state without its cache."""
     flat = state.to_dict()
     return [flat[name] for name in sorted(flat) if flat[name].is_floating_point()]
 
@@ -38,10 +38,10 @@ def _size(state: Any) -> Tensor:
     return total
 
 
-def _check_layer(name: str, mode: str, way: str) -> None:
+def _check_layer(name: str, mode: str, strategy: str) -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     cuts = CUTS[ranks]
-    own = slice(cuts[rank], cuts[rank + 1])
+    span = slice(cuts[rank], cuts[rank + 1])
     torch.manual_seed(0)
     layer = rc.blocks.build(name, d_model=WIDTH, num_heads=2).double()
     x = torch.randn(1 if mode == "documents" else 2, T, WIDTH, dtype=torch.float64)
@@ -54,7 +54,7 @@ def _check_layer(name: str, mode: str, way: str) -> None:
     if mode == "padding":
         mask = torch.ones(2, T, dtype=torch.long)
         mask[0, :3] = mask[1, 10:] = 0
-        full["attention_mask"], local["attention_mask"] = mask, mask[:, own]
+        full["attention_mask"], local["attention_mask"] = mask, mask[:, span]
     if mode == "state":
         initial = layer(torch.randn(2, 3, WIDTH, dtype=torch.float64))[1]
         full["state"] = local["state"] = initial.detach()
@@ -66,15 +66,15 @@ def _check_layer(name: str, mode: str, way: str) -> None:
     (loss + _size(later) if states else loss).backward()
     expected = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in _named(layer)}
     layer.zero_grad()
-    piece = x[:, own].clone().requires_grad_()
-    with rc.parallel.context(layer, strategy=way) as along:
+    piece = x[:, span].clone().requires_grad_()
+    with rc.parallel.context(layer, strategy=strategy) as along:
         outputs, final = layer(piece, **local, output_final_state=states)
-        loss = (outputs * weights[:, own]).sum()
+        loss = (outputs * weights[:, span]).sum()
         (loss + (rank == 0) * _size(final) if states else loss).backward()
         along.reduce_gradients()
-    wrong = {"y": _off(outputs, y[:, own])}
+    wrong = {"y": _off(outputs, y[:, span])}
     assert piece.grad is not None and inputs.grad is not None
-    wrong["gradient of x"] = _off(piece.grad, inputs.grad[:, own])
+    wrong["gradient of x"] = _off(piece.grad, inputs.grad[:, span])
     for n, p in _named(layer):
         assert p.grad is not None
         wrong[f"gradient of {n}"] = _off(p.grad, expected[n])
@@ -83,22 +83,22 @@ def _check_layer(name: str, mode: str, way: str) -> None:
         wrong |= {f"state {i}": _off(a, b, grows=True) for i, (a, b) in enumerate(pairs)}
         assert torch.equal(final.position, later.position)
     what = max(wrong, key=lambda key: wrong[key])
-    assert wrong[what] < EXACT, f"{name}, {mode}, {way}, rank {rank}: {what} {wrong[what]}"
+    assert wrong[what] < EXACT, f"{name}, {mode}, {strategy}, rank {rank}: {what} {wrong[what]}"
 
 
 def _named(layer: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(n, p) for n, p in layer.named_parameters() if p.numel()]
 
 
-def _off(found: Tensor, wanted: Tensor, *, grows: bool = False) -> float:
-    if grows and found.shape[1:2] != wanted.shape[1:2]:  # empty slots on the left
-        n = max(found.shape[1], wanted.shape[1])
-        found, wanted = (
+def _off(actual: Tensor, expected: Tensor, *, grows: bool = False) -> float:
+    if grows and actual.shape[1:2] != expected.shape[1:2]:  # empty slots on the left
+        n = max(actual.shape[1], expected.shape[1])
+        actual, expected = (
             torch.cat([x.new_zeros(x.shape[0], n - x.shape[1], *x.shape[2:]), x], 1)
-            for x in (found, wanted)
+            for x in (actual, expected)
         )
-    assert found.shape == wanted.shape
-    return (found.double() - wanted.double()).abs().max().item() if wanted.numel() else 0.0
+    assert actual.shape == expected.shape
+    return (actual.double() - expected.double()).abs().max().item() if expected.numel() else 0.0
 
 
 def _check_layers(rank: int, cases: list[tuple[str, str, str]]) -> None:
@@ -119,9 +119,9 @@ LAYERS = (
     "sliding_window_attention",  # a window and rotary positions
     "softmax_attention",
     "titans",
-    "ffn_relu",  # remembers nothing
-    "titans_mag",  # parts that only add up
-    "titans_mac",  # handed over as a whole
+    "ffn_relu",  # without a memory
+    "titans_mag",  # parts that are summed
+    "titans_mac",  # handed over in full
     "residual_delta_net",
     "gated_slot_attention",
     "memory_caching",
@@ -130,7 +130,7 @@ LAYERS = (
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_layers_are_exact(ranks: int) -> None:
-    """Convolutions, shifts, angles, positions and compositions, where a document crosses ranks."""
+    """Convolutions, shifts, angles, positions and compositions, with documents across ranks."""
     cases: list[tuple[str, str, str]] = []
     for index, name in enumerate(LAYERS):
         for more in range(2 if ranks == 2 else 1):
@@ -184,7 +184,7 @@ def _train(model: Any, along: Any, batches: list[dict[str, Tensor]]) -> list[flo
 
 def _check_training(rank: int, cases: list[tuple[str, str, bool]]) -> None:
     """Five AdamW steps in float32."""
-    for name, way, documents in cases:
+    for name, method, documents in cases:
         g = torch.Generator().manual_seed(1)
         shape = (1, 57) if documents else (2, 27)
         batches = [{"input_ids": torch.randint(0, 32, shape, generator=g)} for _ in range(5)]
@@ -194,16 +194,16 @@ def _check_training(rank: int, cases: list[tuple[str, str, bool]]) -> None:
         expected = _train(one, None, batches)
         if documents:
             enable_checkpointing(several)
-        with rc.parallel.context(several, strategy=way) as along:
+        with rc.parallel.context(several, strategy=method) as along:
             result = _train(several, along, batches)
-        assert max(abs(a - b) for a, b in zip(result, expected, strict=True)) < 1e-5, (name, way)
+        assert max(abs(a - b) for a, b in zip(result, expected, strict=True)) < 1e-5, (name, method)
         for (key, p), q in zip(one.named_parameters(), several.parameters(), strict=True):
-            assert (p - q).abs().max() < 1e-5, (name, way, documents, key)
+            assert (p - q).abs().max() < 1e-5, (name, method, documents, key)
 
 
 @pytest.mark.slow
 def test_training_along_two_ranks_is_training_on_one() -> None:
-    """Every model by the ways it has; one of them in documents, with activations recomputed."""
+    """Every model in all its modes; one of them in documents, with activations recomputed."""
     cases: list[tuple[str, str, bool]] = []
     for index, name in enumerate(MODELS):
         leaf = (
@@ -216,7 +216,7 @@ def test_training_along_two_ranks_is_training_on_one() -> None:
 
 
 class _Wrapper(nn.Module):
-    """What hands on calls, and the attributes of what it holds, as adapters do."""
+    """Forwards calls, and attributes of its module, like adapters."""
 
     def __init__(self, base: nn.Module) -> None:
         super().__init__()
@@ -225,12 +225,12 @@ class _Wrapper(nn.Module):
     def __getattr__(self, name: str) -> Any:
         return super().__getattr__(name) if name == "base" else getattr(self.base, name)
 
-    def forward(self, *given: Any, **named: Any) -> Any:
-        return self.base(*given, **named)
+    def forward(self, *args: Any, **named: Any) -> Any:
+        return self.base(*args, **named)
 
 
 def _check_calls() -> None:
-    """Around the model or not, by place or by name, a call's loss and gradients are the same."""
+    """A call's loss and gradients are equal with and without a wrapper, by position and by name."""
     model = _model("gated_delta_net")
     ids = torch.randint(0, 32, (2, 11), generator=torch.Generator().manual_seed(3))
     mask = torch.ones_like(ids)
@@ -245,17 +245,17 @@ def _check_calls() -> None:
         model.zero_grad()
         with rc.parallel.context(outer, gradient_reduction="mean") as along:
             assert ("forward" in vars(model) and "forward" not in vars(outer)) or outer is model
-            own, its = along.split(ids), along.split(mask)
-            by_place = outer(own, its, None, None, own).loss
+            own_ids, its = along.split(ids), along.split(mask)
+            by_place = outer(own_ids, its, None, None, own_ids).loss
             assert abs(by_place - expected) < 1e-5
-            loss = outer(own, attention_mask=its, labels=own).loss
+            loss = outer(own_ids, attention_mask=its, labels=own_ids).loss
             assert abs(loss - expected) < 1e-5
             loss.backward()
-            if outer is not wrappers[-1]:  # DDP does it
+            if outer is not wrappers[-1]:  # DDP divides by it
                 along.reduce_gradients()
             assert (model.lm_head.weight.grad - gradient).abs().max() < 1e-5
-            own = along.split(ids[:1])
-            by_place = outer(own, None, None, None, own, None, packed).loss
+            own_ids = along.split(ids[:1])
+            by_place = outer(own_ids, None, None, None, own_ids, None, packed).loss
             assert abs(by_place - documents) < 1e-5
         assert "forward" not in vars(model)
     compiled = _model("gated_delta_net")
@@ -268,7 +268,7 @@ def _check_calls() -> None:
 
 
 def _check_whole_rows() -> None:
-    """Whole rows are divided by the call itself, and all ranks end where they differ."""
+    """The call divides full rows, and all ranks end if the rows differ."""
     net, rank = _model("gated_delta_net"), dist.get_rank()
     ids = torch.randint(0, 32, (2, 11), generator=torch.Generator().manual_seed(2))
     expected = net(ids, labels=ids).loss
@@ -282,21 +282,21 @@ def _check_whole_rows() -> None:
         assert logits.shape[1] == ranks.split(ids).shape[1]
         other = ids.clone()
         if rank:
-            other[0, :2] = other[0, :2].flip(0)  # the same tokens, in another order
+            other[0, :2] = other[0, :2].flip(0)  # equal tokens in another order
         assert bool((ids[0, 0] != ids[0, 1]).item())
-        for given, said in (
+        for inputs, message in (
             (other, "rank 1 of a sequence has other input_ids than rank 0"),
             (ids[:, : 11 - rank], "other tokens per row than rank 0"),
             (ids[:, :1], "sequences of 1 tokens are too short for 2 ranks"),
         ):
-            with pytest.raises(ValueError, match=said):
-                net(given)
+            with pytest.raises(ValueError, match=message):
+                net(inputs)
         with pytest.raises(ValueError, match="has other labels than rank 0"):
             net(ids, **({"labels": ids} if rank else {}))
 
 
 def _check_use(rank: int) -> None:
-    """Prefill along ranks, mean gradients, what is refused, and the model as it was afterwards."""
+    """Prefill along ranks, mean gradients, errors, and the unchanged model."""
     _check_calls()
     _check_whole_rows()
     model = _model("gated_delta_net").eval()
@@ -313,8 +313,8 @@ def _check_use(rank: int) -> None:
     for gradients, factor in (("sum", 1.0), ("mean", 2.0)):
         model.zero_grad()
         with rc.parallel.context(model, gradient_reduction=gradients) as along:
-            own = along.split(ids)
-            model(own, labels=own).loss.backward()
+            own_ids = along.split(ids)
+            model(own_ids, labels=own_ids).loss.backward()
         total = model.lm_head.weight.grad.clone()
         dist.all_reduce(total)
         model.zero_grad()

@@ -1,4 +1,4 @@
-"""`rc.parallel.recall` on several ranks against the reference on the whole sequence, in float64."""
+"""`rc.parallel.recall` on several ranks against the reference on the full sequence, in float64."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from recollect.testing.inputs import Inputs, inputs, sizes
 T = 13
 CUTS = {2: (0, 5, 13), 4: (0, 4, 5, 10, 13)}
 BORDERS = (0, 3, 5, 9, 13)
-"""Of documents: on two ranks one ends with a rank, on four others run over two and three ranks."""
+"""Document boundaries: on two ranks one ends with a rank, on four others cover several ranks."""
 
 EXACT = 1e-10
 NAMES = {
@@ -50,7 +50,7 @@ NAMES = {
 
 
 def _state_loss(state: rc.State) -> Tensor:
-    """½‖·‖² of all that a state has learned, to which empty slots add nothing."""
+    """Return ½‖·‖² of the learned tensors of a state, to which empty slots add nothing."""
     total = torch.zeros((), dtype=torch.float64)
     for x in replace(state, cache={}).tensors():
         if x.is_floating_point() and x.requires_grad:
@@ -58,20 +58,20 @@ def _state_loss(state: rc.State) -> Tensor:
     return total
 
 
-def _off(found: Tensor | None, wanted: Tensor) -> float:
-    found = torch.zeros_like(wanted) if found is None else found
-    if found.shape[1:2] != wanted.shape[1:2]:  # empty slots on the left of what grows
-        n = max(found.shape[1], wanted.shape[1])
-        found, wanted = (
+def _off(actual: Tensor | None, expected: Tensor) -> float:
+    actual = torch.zeros_like(expected) if actual is None else actual
+    if actual.shape[1:2] != expected.shape[1:2]:  # empty slots on the left of a growing state
+        n = max(actual.shape[1], expected.shape[1])
+        actual, expected = (
             torch.cat([x.new_zeros(x.shape[0], n - x.shape[1], *x.shape[2:]), x], 1)
-            for x in (found, wanted)
+            for x in (actual, expected)
         )
-    assert found.shape == wanted.shape
-    return (found.double() - wanted.double()).abs().max().item() if wanted.numel() else 0.0
+    assert actual.shape == expected.shape
+    return (actual.double() - expected.double()).abs().max().item() if expected.numel() else 0.0
 
 
-def _given(recipe: rc.Recipe, mode: str) -> tuple[Inputs, dict[str, Any]]:
-    """What all ranks know: the whole of the inputs, and what says where documents are."""
+def _inputs(recipe: rc.Recipe, mode: str) -> tuple[Inputs, dict[str, Any]]:
+    """Return the inputs of all ranks, and the boundaries of documents."""
     K, V = sizes(recipe, random.Random(0))
     x = inputs(recipe, B=1 if mode == "documents" else 2, T=T, H=2, K=K, V=V, seed=1)
     if mode == "documents":
@@ -83,36 +83,36 @@ def _given(recipe: rc.Recipe, mode: str) -> tuple[Inputs, dict[str, Any]]:
     return x, {}
 
 
-def _check(name: str, way: str, mode: str, method: str) -> None:
-    """One recipe, one way, on this rank; gradients of what ranks share are added up."""
+def _check(name: str, strategy: str, mode: str, method: str) -> None:
+    """Check one recipe and method on this rank; gradients of shared tensors are summed."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     start, stop = CUTS[ranks][rank], CUTS[ranks][rank + 1]
     recipe = rc.zoo.get(name).recipe
-    x, where = _given(recipe, mode)
-    full, own = x.with_grad(), x.with_grad()
+    x, documents = _inputs(recipe, mode)
+    full, own_inputs = x.with_grad(), x.with_grad()
     y, state = rc.recall(
         recipe, full.q, full.k, full.v, full.gates,
-        params=full.params, initial_memory=full.init, engine=method, **where,
+        params=full.params, initial_memory=full.init, engine=method, **documents
     )  # fmt: skip
     g = torch.Generator().manual_seed(3)
     weights = torch.randn(y.shape, generator=g, dtype=y.dtype)
     assert state is not None
     ((y * weights).sum() + _state_loss(state)).backward()
-    if "attention_mask" in where:
-        where = {"attention_mask": where["attention_mask"][:, start:stop]}
-    piece = own.slice_tokens(start, stop)
-    said, later = rc.parallel.recall(
+    if "attention_mask" in documents:
+        documents = {"attention_mask": documents["attention_mask"][:, start:stop]}
+    piece = own_inputs.slice_tokens(start, stop)
+    outputs, later = rc.parallel.recall(
         recipe, piece.q, piece.k, piece.v, piece.gates,
-        params=own.params, initial_memory=own.init, strategy=way, **where,
+        params=own_inputs.params, initial_memory=own_inputs.init, strategy=strategy, **documents
     )  # fmt: skip
     assert later is not None
-    share = float(rank == 0)  # the state is the same on all ranks, and counts once
-    ((said * weights[:, start:stop]).sum() + share * _state_loss(later)).backward()
-    wrong = {"y": _off(said, y[:, start:stop])}
+    share = float(rank == 0)  # all ranks have the state, which counts once
+    ((outputs * weights[:, start:stop]).sum() + share * _state_loss(later)).backward()
+    wrong = {"y": _off(outputs, y[:, start:stop])}
     parts = zip(*(replace(s, cache={}).tensors() for s in (later, state)), strict=True)
     wrong |= {f"state {i}": _off(a, b) for i, (a, b) in enumerate(parts)}
     along = {"q", "k", "v", *(f"gate {gate}" for gate in x.gates)}
-    for key, leaf in own.tensors().items():
+    for key, leaf in own_inputs.tensors().items():
         expected = full.tensors()[key].grad
         expected = torch.zeros_like(leaf) if expected is None else expected
         result = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
@@ -122,7 +122,9 @@ def _check(name: str, way: str, mode: str, method: str) -> None:
             dist.all_reduce(result)
         wrong[f"gradient of {key}"] = _off(result, expected)
     what = max(wrong, key=lambda key: wrong[key])
-    assert wrong[what] < EXACT, f"{name} by {way} with {mode}, rank {rank}: {what} {wrong[what]}"
+    assert wrong[what] < EXACT, (
+        f"{name} by {strategy} with {mode}, rank {rank}: {what} {wrong[what]}"
+    )
 
 
 def _check_all(rank: int, cases: list[tuple[str, str, str, str]]) -> None:
@@ -131,28 +133,28 @@ def _check_all(rank: int, cases: list[tuple[str, str, str, str]]) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_segments_are_the_whole_sequence(ranks: int) -> None:
-    """Every way, at lengths that do not divide evenly, one of four ranks with a single token."""
+def test_segments_equal_the_full_sequence(ranks: int) -> None:
+    """Every method, at lengths that do not divide evenly; one of four ranks has a single token."""
     modes = ("rows", "documents", "padding")
     cases: list[tuple[str, str, str, str]] = []
-    for way, names in NAMES.items():
+    for method, names in NAMES.items():
         for index, name in enumerate(names):
-            assert rc.parallel.strategy_for(rc.zoo.get(name).recipe).name == way
-            cases.append((name, way, modes[(index + ranks // 2) % 3], "reference"))
+            assert rc.parallel.strategy_for(rc.zoo.get(name).recipe).name == method
+            cases.append((name, method, modes[(index + ranks // 2) % 3], "reference"))
         for mode in modes:
             cases += [
-                (names[0], one, mode, "reference") for one in dict.fromkeys((way, "sequential"))
+                (names[0], one, mode, "reference") for one in dict.fromkeys((method, "sequential"))
             ]
     on_ranks(ranks, _check_all, cases)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_the_whole_zoo(ranks: int) -> None:
-    """Every preset by its own way and handed over, in rows and documents."""
+def test_all_presets(ranks: int) -> None:
+    """Every preset by its method and handed over, in rows and documents."""
     cases: list[tuple[str, str, str, str]] = []
     for name in rc.zoo.names():
-        if name == "memora_per_token":  # loses 1e-9 to its own arithmetic, split or not
+        if name == "memora_per_token":  # loses 1e-9 to rounding, with and without ranks
             continue
         strategy = rc.parallel.strategy_for(rc.zoo.get(name).recipe).name
         for one in dict.fromkeys((strategy, "sequential")):
@@ -161,10 +163,10 @@ def test_the_whole_zoo(ranks: int) -> None:
 
 
 def _continue(rank: int) -> None:
-    """A sequence that goes on from a state that all ranks hold."""
+    """A sequence continues from a state that all ranks have."""
     for name in ("gated_delta_net", "softmax_attention", "titans", "sliding_window_attention"):
         recipe = rc.zoo.get(name).recipe
-        x = _given(recipe, "rows")[0]
+        x = _inputs(recipe, "rows")[0]
         first, rest = x.slice_tokens(0, 4), x.slice_tokens(4, T)
         named: dict[str, Any] = {"params": x.params}
         y, expected_state = rc.recall(
@@ -173,24 +175,30 @@ def _continue(rank: int) -> None:
         _, previous_state = rc.recall(
             recipe, first.q, first.k, first.v, first.gates, initial_memory=x.init, **named
         )
-        own = rest.slice_tokens(2 * rank, 2 if rank == 0 else T)
-        said, later = rc.parallel.recall(
-            recipe, own.q, own.k, own.v, own.gates, state=previous_state, **named
+        own_inputs = rest.slice_tokens(2 * rank, 2 if rank == 0 else T)
+        outputs, later = rc.parallel.recall(
+            recipe,
+            own_inputs.q,
+            own_inputs.k,
+            own_inputs.v,
+            own_inputs.gates,
+            state=previous_state,
+            **named,
         )
-        where = slice(4 + 2 * rank, 6 if rank == 0 else T)
+        span = slice(4 + 2 * rank, 6 if rank == 0 else T)
         assert expected_state is not None and later is not None
-        assert _off(said, y[:, where]) < EXACT
+        assert _off(outputs, y[:, span]) < EXACT
         assert later.host_position == expected_state.host_position == T
         for a, b in zip(later.weights, expected_state.weights, strict=True):
             assert _off(a, b) < EXACT
 
 
-def test_a_sequence_goes_on_from_a_state() -> None:
+def test_sequence_continues_from_a_state() -> None:
     on_ranks(2, _continue)
 
 
 def _in_turn(rank: int) -> None:
-    """The second rank begins before the first one ends if, and only if, there are pieces."""
+    """The second rank starts before the first one ends if, and only if, there are pieces."""
     recipe, x = rc.Recipe(), torch.zeros(2, 2, 2, 2)
     run = memorise.memorise
     store = dist.distributed_c10d._get_default_store()
@@ -202,7 +210,7 @@ def _in_turn(rank: int) -> None:
         started.append(call.k.shape[0] * call.k.shape[2])
         if rank == 1:
             store.set(f"begun {pieces}", "")
-        elif len(started) == pieces == 4:  # the last piece waits until the other rank has begun
+        elif len(started) == pieces == 4:  # the last piece waits until the other rank has started
             store.wait([f"begun {pieces}"], wait)
         result = run(call)
         if rank == 0:
@@ -230,7 +238,7 @@ def test_pieces_follow_each_other() -> None:
 # -- which way ------------------------------------------------------------------------------------
 
 
-def test_ways_follow_from_structure() -> None:
+def test_methods_follow_from_structure() -> None:
     L2, dot = rc.bias.L2(), rc.bias.DotProduct()
     decay = rc.retention.Decay
     expected = {
@@ -284,7 +292,7 @@ def test_documents_are_cut_at_the_borders_of_ranks() -> None:
     assert pieces[2][0].tolist() == [0, 5, 7] and pieces[2][1] == [2, 3]
 
 
-# -- what cannot be -------------------------------------------------------------------------------
+# -- errors ---------------------------------------------------------------------------------------
 
 
 def test_without_processes_there_is_one_sentence() -> None:
@@ -296,7 +304,7 @@ def test_without_processes_there_is_one_sentence() -> None:
 
 
 def _disagree(rank: int) -> None:
-    """What differs between ranks is said on all of them, and nobody waits."""
+    """Differences between ranks are reported on all of them, and no rank waits."""
     recipe, x = rc.Recipe(), torch.zeros(1, 4, 2, 2)
 
     def run(x: Tensor = x, recipe: rc.Recipe = recipe, **how: Any) -> None:
@@ -320,12 +328,12 @@ def _disagree(rank: int) -> None:
         run(microbatches=0)
 
 
-def test_ranks_that_disagree_are_told_apart() -> None:
+def test_differences_between_ranks_are_reported() -> None:
     on_ranks(2, _disagree)
 
 
-def _alone(rank: int) -> None:
-    """A rank that waits for one that never comes ends with an error of the group's time-out."""
+def _wait_for_missing_rank(rank: int) -> None:
+    """A rank that waits for a missing one ends with an error of the group's time limit."""
     if rank == 0:
         x = torch.zeros(1, 4, 2, 2)
         with pytest.raises(RuntimeError):
@@ -333,8 +341,8 @@ def _alone(rank: int) -> None:
 
 
 @pytest.mark.slow
-def test_nobody_waits_for_ever() -> None:
-    on_ranks(2, _alone, seconds=4, meet=False)
+def test_waiting_has_a_time_limit() -> None:
+    on_ranks(2, _wait_for_missing_rank, seconds=4, meet=False)
 
 
 def test_destroyed_process_groups_are_released() -> None:

@@ -1,4 +1,4 @@
-"""Runs whose rows lie along several processes, and rows in segments on several: the run of one."""
+"""Runs with rows along several processes, or in segments, equal the run of one process."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ pytest.importorskip("transformers")
 import torch
 from tests.lm.runs import write_text
 from tests.parallel.jobs import model
-from tests.parallel.spawned import ended, group, job
-from tests.parallel.test_data import apart, tables
+from tests.parallel.spawned import group, job, wait_for_exit
+from tests.parallel.test_data import largest_difference, tables
 
 import recollect as rc
 from recollect.lm.distributed.parallel_dims import ParallelDims
@@ -26,7 +26,7 @@ from recollect.lm.training.train import train
 STREAM = {"packing": "stream"}
 
 
-# Of each run the run of one process that it must be, and how it differs from that.
+# For each run the equivalent run of one process, and the difference between them.
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "along": ("documents", {"parallel": {"context": 2}, "checkpointing": True}),
     "deep": ("stream", {"parallel": {"data": 1, "context": 2}}),
@@ -41,11 +41,11 @@ DATA: dict[str, dict[str, Any]] = {
     "segments": STREAM | {"segments": 4},
     "packed segments": {"segments": 4},
 }
-TITANS = {"recipe": "titans"}  # its initial memory is used by the first piece of a row alone
+TITANS = {"recipe": "titans"}  # only the first piece of a row uses its initial memory
 
 
 @pytest.mark.slow
-def test_rows_along_processes_and_in_segments_are_those_of_one(tmp_path: Path) -> None:
+def test_rows_along_processes_and_in_segments_equal_one_process(tmp_path: Path) -> None:
     write_text(tmp_path / "text.jsonl")
 
     def of(out: str, like: str, run: dict[str, Any]) -> dict[str, Any]:
@@ -65,7 +65,9 @@ def test_rows_along_processes_and_in_segments_are_those_of_one(tmp_path: Path) -
         assert result["tokens"] == one.tokens == 8 * 4 * 2 * 32  # batch is that of all processes
         assert ranks[1][name]["loss"] == result["loss"] and not ranks[1][name]["said"]
         if name != "bf16":
-            assert apart(tmp_path / f"one {like}/model", tmp_path / name / "model") < 1e-5, name
+            assert (
+                largest_difference(tmp_path / f"one {like}/model", tmp_path / name / "model") < 1e-5
+            ), name
         if name != "replicas":
             full = sum(weight.numel() for weight in one.model.parameters())
             assert all(rank[name]["held"] < 0.52 * full for rank in ranks), name
@@ -73,24 +75,24 @@ def test_rows_along_processes_and_in_segments_are_those_of_one(tmp_path: Path) -
     # A step of two batches in four pieces each averages gradients once, after the eighth.
     withheld = {name: ranks[0][name]["withheld"] for name in RUNS}
     assert withheld["replicas"] == 8 * (1 + 3 + 3) and withheld["shards"] == 0
-    assert ranks[0]["along"]["forwards"] == []  # the model reads alone again
+    assert ranks[0]["along"]["forwards"] == []  # the model reads outside the run
 
 
 @pytest.mark.slow
-def test_a_killed_run_along_processes_goes_on_with_others(tmp_path: Path) -> None:
+def test_killed_run_along_processes_resumes_with_others(tmp_path: Path) -> None:
     write_text(tmp_path / "text.jsonl")
     train(TrainPlan.from_dict(tables(tmp_path, "unbroken")))
     broken = tables(tmp_path, "broken", run={"parallel": {"context": 2}})
     code = f"import tests.parallel.jobs as jobs; print(jobs.killed({broken!r}))"
     with group(2, code, tmp_path) as processes:
-        (_, said, err), (status, _, _) = ended(processes)
-    assert status == -9 and "checkpoint-4 is complete" in said, err
+        (_, stdout, err), (status, _, _) = wait_for_exit(processes)
+    assert status == -9 and "checkpoint-4 is complete" in stdout, err
     exported = tmp_path / "exported"
     assert export_model(tmp_path / "broken", exported).name == "checkpoint-4"
     assert rc.lm.RecollectForCausalLM.from_pretrained(exported).config.num_hidden_layers == 2
     four = {"parallel": {"data": 2, "context": 2}}
     job(f"runs({{'four': {tables(tmp_path, 'broken', run=four)!r}}}, resume=True)", 4, tmp_path)
-    assert apart(tmp_path / "unbroken/model", tmp_path / "broken/model") < 1e-5
+    assert largest_difference(tmp_path / "unbroken/model", tmp_path / "broken/model") < 1e-5
 
 
 def refusals() -> dict[str, tuple[dict[str, dict[str, Any]], str]]:
@@ -120,17 +122,17 @@ def refusals() -> dict[str, tuple[dict[str, dict[str, Any]], str]]:
 
 
 @pytest.mark.parametrize("name", refusals())
-def test_what_cannot_be_divided_is_refused_before_anything_runs(tmp_path: Path, name: str) -> None:
-    changes, said = refusals()[name]
+def test_indivisible_runs_are_refused_before_they_start(tmp_path: Path, name: str) -> None:
+    changes, message = refusals()[name]
     plan = TrainPlan.from_dict(tables(tmp_path, "run", **changes))
     parallel = plan.run.parallel
     assert isinstance(parallel, dict)
     processes = torch.tensor([*parallel.values()]).prod()
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         make_layout(plan, int(processes))
 
 
-def test_what_cannot_lie_along_processes_is_refused_by_all_alike() -> None:
+def test_unsupported_runs_are_refused_by_all_processes() -> None:
     along = ParallelDims(cp=2)
     check_divisible(model("titans"), along)
     with pytest.raises(ValueError, match=r"context = 2: this model routes tokens to memories"):

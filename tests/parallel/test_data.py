@@ -1,4 +1,4 @@
-"""Replicas, shards, and both with tensor parallelism: the steps and weights of one process."""
+"""Replicas, shards, and both with tensor parallelism: steps and weights of one process."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ ALONG = ["gated_delta_net", "titans", "hybrid"]  # affine, handed over, gathered
 COMPOSED = ["as_context", "chain", "titans_mal"]
 
 
-def same(found: list[dict[str, Any]]) -> None:
-    """Losses and weights of one process: to 1e-5, and to rounding in float64."""
-    for case, numbers in found[0].items():
+def check_equal(results: list[dict[str, Any]]) -> None:
+    """Compare losses and weights with one process: to 1e-5, and to rounding in float64."""
+    for case, numbers in results[0].items():
         limit = 1e-5 if case.endswith("float32") else 1e-9
-        # Logits are summed in float32. Under an attention over what a memory says, the norm of a
-        # memory that says next to nothing magnifies what sums differ by.
+        # Logits are summed in float32. Under an attention over outputs of a memory, the norm of a
+        # near-zero output amplifies differences between sums.
         maximum = 3e-5 if case == "as_context tensor float32" else 1e-5
         assert numbers["loss"] < maximum, (case, numbers)
-        # Of gradients, whose size AdamW divides out; in float32 delta rules lose two digits.
+        # AdamW divides gradients by their size; in float32 delta rules lose two digits.
         assert numbers["norm"] < (1e-4 if case.endswith("float32") else 1e-9), (case, numbers)
         assert numbers["weights"] < limit, (case, numbers)
 
@@ -54,34 +54,34 @@ def same(found: list[dict[str, Any]]) -> None:
         pytest.param(NAMES, ALONG, ["float64"], id="float64", marks=pytest.mark.slow),
     ],
 )
-def test_two_processes_take_the_steps_of_one_and_hold_a_share(
+def test_two_processes_equal_one_and_divide_memory(
     names: list[str], along: list[str], types: list[str], tmp_path: Path
 ) -> None:
     more = f"jobs.equality({along}, ['context'], {types})"
     result = job(f"equality({names}, ['ddp', 'fsdp'], {types}) | {more}", 2, tmp_path)
-    same(result)
+    check_equal(result)
     for case in result[0]:
         ranks = [rank[case] for rank in result]
         for what in ("weights", "exp_avg", "exp_avg_sq"):
-            held = [rank["held"][what] for rank in ranks]
+            sizes = [rank["held"][what] for rank in ranks]
             if " ddp " in case:
-                assert what != "weights" or held == [ranks[0]["whole"]] * 2, case
-            else:  # nothing twice, and the halves differ by a row of the few weights of odd length
-                assert sum(held) == ranks[0]["whole"], case
-                assert max(held) <= 0.51 * ranks[0]["whole"], case
+                assert what != "weights" or sizes == [ranks[0]["whole"]] * 2, case
+            else:  # no duplicates, and the halves differ by a row of the few weights of odd length
+                assert sum(sizes) == ranks[0]["whole"], case
+                assert max(sizes) <= 0.51 * ranks[0]["whole"], case
 
 
 @pytest.mark.slow
-def test_rows_along_two_processes_take_the_steps_of_one(tmp_path: Path) -> None:
+def test_rows_along_two_processes_equal_one(tmp_path: Path) -> None:
     names = [*(name for name in NAMES if name not in ALONG), *COMPOSED]
-    same(job(f"equality({names}, ['context'])", 2, tmp_path))
+    check_equal(job(f"equality({names}, ['context'])", 2, tmp_path))
 
 
 @gathers
 @pytest.mark.parametrize(
     ("names", "kinds", "types"),
     [
-        # Two processes divide data, rows and heads of fast tests, each alone.
+        # Two processes divide data, rows and heads of fast tests, each separately.
         pytest.param(
             NAMES[:1],
             ["data context", "both"],
@@ -100,7 +100,7 @@ def test_four_processes_divide_data_rows_and_heads(
 ) -> None:
     """Two of the three, on four processes."""
     result = job(f"equality({names}, {kinds}, {types})", 4, tmp_path)
-    same(result)
+    check_equal(result)
     for case, numbers in result[0].items():
         assert max(rank[case]["held"]["weights"] for rank in result) < 0.29 * numbers["whole"], case
 
@@ -110,21 +110,21 @@ def test_four_processes_divide_data_rows_and_heads(
 def test_eight_processes_divide_data_rows_and_heads(tmp_path: Path) -> None:
     """All three at once."""
     result = job(f"equality({ALONG}, ['all'])", 8, tmp_path)
-    same(result)
+    check_equal(result)
     for case, numbers in result[0].items():
         assert max(rank[case]["held"]["weights"] for rank in result) < 0.16 * numbers["whole"], case
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMPOSED)
-def test_what_rounding_moves_in_adamw_had_no_gradient(
+def test_weights_that_rounding_moves_have_no_gradient(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One process against itself, with every product summed in four parts.
 
-    In float32 with AdamW's own eps a few of some 50,000 weights end up further apart than 1e-5.
-    They are weights whose first gradient was rounding; in float64, or with a larger eps, there are
-    none. So the comparisons above, which sum in parts too, take the larger one for these systems.
+    In float32 with AdamW's default eps a few of some 50,000 weights differ by more than 1e-5. The
+    first gradients of these weights are rounding; in float64, or with a larger eps, there are none.
+    The comparisons above, which also sum in parts, use the larger eps for these systems.
     """
     full = nn.functional.linear
 
@@ -136,39 +136,35 @@ def test_what_rounding_moves_in_adamw_had_no_gradient(
         return y if bias is None else y + bias
 
     def trained(dtype: torch.dtype, eps: float) -> list[dict[str, Tensor]]:
-        made: list[dict[str, Tensor]] = []
+        snapshots: list[dict[str, Tensor]] = []
         for product in (full, in_parts):
             monkeypatch.setattr(nn.functional, "linear", product)
             net = model(name).to(dtype)
             steps(net, 0, 1, [], eps=eps)
-            made.append({n: w.detach() for n, w in net.named_parameters()})
-        return made
+            snapshots.append({n: w.detach() for n, w in net.named_parameters()})
+        return snapshots
 
-    def beyond(made: list[dict[str, Tensor]], limit: float) -> dict[str, Tensor]:
-        one, two = made
+    def beyond(snapshots: list[dict[str, Tensor]], limit: float) -> dict[str, Tensor]:
+        one, two = snapshots
         return {n: (one[n] - two[n]).abs() > limit for n in one}
 
     first = model(name).double()  # its gradients, to more digits than float32 has
     rows = torch.randint(0, VOCAB, (ROWS, 12), generator=torch.Generator().manual_seed(1))
     first(rows, labels=rows).loss.backward()
     gradients = {n: w.grad for n, w in first.named_parameters()}
-    left = beyond(trained(torch.float32, 1e-8), 1e-5)
-    assert sum(int(where.sum()) for where in left.values()) <= 10
-    for n in (n for n, where in left.items() if where.any()):
+    differing = beyond(trained(torch.float32, 1e-8), 1e-5)
+    assert sum(int(mask.sum()) for mask in differing.values()) <= 10
+    for n in (n for n, mask in differing.items() if mask.any()):
         gradient = gradients[n]
         assert gradient is not None
-        assert bool((gradient[left[n]].abs() < 1e-5 * gradient.abs().max()).all()), n
-    assert not any(
-        bool(where.any()) for where in beyond(trained(torch.float64, 1e-8), 1e-9).values()
-    )
-    assert not any(
-        bool(where.any()) for where in beyond(trained(torch.float32, 1e-5), 1e-5).values()
-    )
+        assert bool((gradient[differing[n]].abs() < 1e-5 * gradient.abs().max()).all()), n
+    assert not any(bool(mask.any()) for mask in beyond(trained(torch.float64, 1e-8), 1e-9).values())
+    assert not any(bool(mask.any()) for mask in beyond(trained(torch.float32, 1e-5), 1e-5).values())
 
 
 def test_ranks_whose_rows_use_other_weights_agree(tmp_path: Path) -> None:
-    for far, gates in job("uneven()", 2, tmp_path):
-        assert far < 1e-7 and gates > 0  # a loss is summed in float32
+    for error, gates in job("uneven()", 2, tmp_path):
+        assert error < 1e-7 and gates > 0  # a loss is summed in float32
 
 
 def tables(place: Path, out: str, **changes: dict[str, Any]) -> dict[str, Any]:
@@ -183,14 +179,14 @@ def tables(place: Path, out: str, **changes: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def apart(one: Path, other: Path) -> float:
+def largest_difference(one: Path, other: Path) -> float:
     first, second = weights(one), weights(other)
     assert first.keys() == second.keys()
     return max(float((first[name] - second[name]).abs().max()) for name in first)
 
 
 @pytest.mark.slow
-def test_padded_parts_of_two_processes_are_the_run_of_one(tmp_path: Path) -> None:
+def test_padded_parts_of_two_processes_equal_one(tmp_path: Path) -> None:
     """Documents of another library's decoder: processes have other numbers of parts."""
     from tests.lm.test_distill import llama
 
@@ -215,7 +211,7 @@ def test_padded_parts_of_two_processes_are_the_run_of_one(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_runs_of_two_processes_are_the_run_of_one(tmp_path: Path) -> None:
+def test_runs_of_two_processes_equal_one(tmp_path: Path) -> None:
     write_text(tmp_path / "text.jsonl")
     tie, save = {"tie": True}, {"save_every": 0}
     plans = {
@@ -232,14 +228,14 @@ def test_runs_of_two_processes_are_the_run_of_one(tmp_path: Path) -> None:
     ranks = job(f"runs({plans!r})", 2, tmp_path)
     for name in ("ddp", "fsdp", "tensor"):
         result = ranks[0][name]
-        assert apart(tmp_path / "one/model", tmp_path / name / "model") < 1e-5, name
+        assert largest_difference(tmp_path / "one/model", tmp_path / name / "model") < 1e-5, name
         assert result["loss"] == pytest.approx(single.loss, abs=1e-5)
         assert result["heldout"] == pytest.approx(single.heldout_loss, abs=1e-5)
         assert result["tokens"] == single.tokens == 8 * 4 * 2 * 32  # batch is that of all processes
         assert "2 processes" in result["said"][0] and not ranks[1][name]["said"]
-    assert apart(tmp_path / "one_tied/model", tmp_path / "tied/model") < 1e-5
+    assert largest_difference(tmp_path / "one_tied/model", tmp_path / "tied/model") < 1e-5
     assert ranks[0]["tied"]["loss"] == pytest.approx(tied.loss, abs=1e-5)
-    # bfloat16 has 8 bits: the loss of about 5 is that of float32 to a few in a thousand.
+    # bfloat16 has 8 bits: the loss of about 5 equals that of float32 to a few in a thousand.
     assert ranks[0]["bf16"]["loss"] == pytest.approx(single.loss, abs=0.05)
     saved = weights(tmp_path / "bf16/model")
     assert all(weight.dtype == torch.float32 for weight in saved.values())
@@ -248,44 +244,42 @@ def test_runs_of_two_processes_are_the_run_of_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_rules_for_width_hold_where_weights_are_shared(tmp_path: Path) -> None:
+def test_rules_for_width_with_sharded_weights(tmp_path: Path) -> None:
     write_text(tmp_path / "text.jsonl")
     rules = {"parametrization": "mup", "base_width": 8}
     modes = {"ddp": "ddp", "fsdp": "fsdp", "tensor": {"tensor": 2}}
     plans = {
-        name: tables(tmp_path, name, optimizer=rules, run={"parallel": way, "save_every": 0})
-        for name, way in modes.items()
+        name: tables(tmp_path, name, optimizer=rules, run={"parallel": method, "save_every": 0})
+        for name, method in modes.items()
     }
     plans["tied"] = tables(
         tmp_path, "tied", model={"tie": True}, optimizer=rules, run={"parallel": {"tensor": 2}}
     )
-    once = {"save_every": 0}
-    train(TrainPlan.from_dict(tables(tmp_path, "one", optimizer=rules, run=once)))
+    options = {"save_every": 0}
+    train(TrainPlan.from_dict(tables(tmp_path, "one", optimizer=rules, run=options)))
     model = {"tie": True}
     train(TrainPlan.from_dict(tables(tmp_path, "alone", model=model, optimizer=rules)))
-    plain = train(TrainPlan.from_dict(tables(tmp_path, "plain", run=once))).folder
+    plain = train(TrainPlan.from_dict(tables(tmp_path, "plain", run=options))).folder
     job(f"runs({plans!r})", 2, tmp_path)
     for name in modes:
-        assert apart(tmp_path / "one/model", tmp_path / name / "model") < 1e-5, name
-    assert apart(tmp_path / "alone/model", tmp_path / "tied/model") < 1e-5
-    assert apart(tmp_path / "one/model", plain) > 1e-3
-    # And on from the shards of two processes in one, by the same rates.
+        assert largest_difference(tmp_path / "one/model", tmp_path / name / "model") < 1e-5, name
+    assert largest_difference(tmp_path / "alone/model", tmp_path / "tied/model") < 1e-5
+    assert largest_difference(tmp_path / "one/model", plain) > 1e-3
+    # One process continues from the shards of two, with the same rates.
     for name in ("tied", "alone"):
         longer = tables(tmp_path, name, model=model, optimizer={**rules, "steps": 10})
         longer["run"]["parallel"] = "ddp"
         assert train(TrainPlan.from_dict(longer), resume=True).steps == 2
-    assert apart(tmp_path / "alone/model", tmp_path / "tied/model") < 1e-5
+    assert largest_difference(tmp_path / "alone/model", tmp_path / "tied/model") < 1e-5
 
 
 @pytest.mark.slow  # `tests/lm/test_training.py` kills and resumes a run of one process
 @pytest.mark.parametrize("at_four", [False, True])
-def test_a_run_whose_process_was_killed_goes_on_with_another_number(
-    tmp_path: Path, at_four: bool
-) -> None:
+def test_killed_run_resumes_with_another_number_of_processes(tmp_path: Path, at_four: bool) -> None:
     write_text(tmp_path / "text.jsonl")
     train(TrainPlan.from_dict(tables(tmp_path, "unbroken")))
     broken = tables(tmp_path, "broken", run={"parallel": "fsdp"})
-    last = 4 if at_four else 2  # of the fourth step nothing stands where it was being written
+    last = 4 if at_four else 2  # the fourth step leaves no files in its final folder
     call = f"killed({broken!r}, writing={not at_four})"
     (message,) = survivors(call, 2, tmp_path, killed=1)
     assert "another process of this run has ended" in message
@@ -297,16 +291,16 @@ def test_a_run_whose_process_was_killed_goes_on_with_another_number(
     broken["run"]["parallel"] = "ddp"
     train(TrainPlan.from_dict(broken), resume=True, observer=events)
     assert "resuming from" in events.messages[0] and f"checkpoint-{last}" in events.messages[0]
-    assert apart(tmp_path / "unbroken/model", tmp_path / "broken/model") < 1e-5
+    assert largest_difference(tmp_path / "unbroken/model", tmp_path / "broken/model") < 1e-5
     if not at_four:
         return
     four = {"parallel": {"data": 2, "tensor": 2}, "save_every": 0}
     job(f"runs({{'more': {tables(tmp_path, 'more', run=four)!r}}}, resume=True)", 4, tmp_path)
-    assert apart(tmp_path / "unbroken/model", tmp_path / "more/model") < 1e-5
+    assert largest_difference(tmp_path / "unbroken/model", tmp_path / "more/model") < 1e-5
 
 
-def test_the_copy_of_an_interrupt_is_no_second_one() -> None:
-    """A terminal interrupts all processes, and a launcher hands the same interrupt on."""
+def test_forwarded_interrupt_counts_once() -> None:
+    """A terminal interrupts all processes, and a launcher forwards the interrupt."""
     state = SimpleNamespace(global_step=3, max_steps=3)
     trainer = SimpleNamespace(args=SimpleNamespace(world_size=2), state=state)
     trainer.add_callback = lambda callback: None
@@ -324,7 +318,7 @@ def test_the_copy_of_an_interrupt_is_no_second_one() -> None:
 
 
 @pytest.mark.parametrize("name", ["ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"])
-def test_a_launcher_that_shares_models_itself_is_refused(
+def test_launcher_that_divides_models_is_refused(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setenv(name, "true")

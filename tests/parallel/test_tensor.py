@@ -1,4 +1,4 @@
-"""Layers divided by heads, and what several processes refuse together."""
+"""Layers divided by heads, and errors that several processes raise."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 import torch
 from tests.parallel.jobs import model
 from tests.parallel.spawned import group, job
-from tests.parallel.test_data import COMPOSED, NAMES, same, tables
+from tests.parallel.test_data import COMPOSED, NAMES, check_equal, tables
 from tests.processes import paragraphs
 
 import recollect as rc
@@ -25,10 +25,10 @@ OTHERS = ["rwkv7", "gla", "retnet", "mesa_net", "moneta"]  # shifts, ties, sched
 
 
 @pytest.mark.slow
-def test_every_kind_of_composition_is_divided_by_heads(tmp_path: Path) -> None:
+def test_compositions_are_divided_by_heads(tmp_path: Path) -> None:
     names = ["titans_mag", "samba", "residual_delta_net", "mixture_of_memories"]
     names += ["gated_slot_attention", "abc", "memory_caching", "tnt"]
-    same(job(f"equality({[*COMPOSED, *names]}, ['tensor'])", 2, tmp_path))
+    check_equal(job(f"equality({[*COMPOSED, *names]}, ['tensor'])", 2, tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -40,11 +40,11 @@ def test_every_kind_of_composition_is_divided_by_heads(tmp_path: Path) -> None:
         pytest.param(OTHERS, ["float32", "float64"], id="others", marks=pytest.mark.slow),
     ],
 )
-def test_heads_divided_take_the_steps_of_one_process(
+def test_divided_heads_equal_one_process(
     names: list[str], types: list[str], tmp_path: Path
 ) -> None:
     result = job(f"equality({names}, ['tensor'], {types})", 2, tmp_path)
-    same(result)
+    check_equal(result)
     for case in result[0]:
         ranks = [rank[case] for rank in result]
         shared = ranks[0]["alike"]  # norms, and the first maps of low ranks
@@ -54,15 +54,17 @@ def test_heads_divided_take_the_steps_of_one_process(
 
 
 @pytest.mark.slow
-def test_transformers_own_plans_divide_the_model(tmp_path: Path) -> None:
+def test_plans_of_transformers_divide_the_model(tmp_path: Path) -> None:
     model("gated_delta_net").save_pretrained(tmp_path / "saved")
     ranks = job("loaded('saved')", 2, tmp_path)
     full = ranks[0]["whole"]
     for result in ranks:
-        far, held = result["fsdp_size"]
-        assert far < 1e-5 and held < 0.55 * full  # the head stays gathered after a forward pass
-        far, held = result["tp_size"]  # its MLPs and its embedding; layers are whole
-        assert far < 1e-5 and held < full
+        error, num_weights = result["fsdp_size"]
+        assert (
+            error < 1e-5 and num_weights < 0.55 * full
+        )  # the head stays gathered after a forward pass
+        error, num_weights = result["tp_size"]  # its MLPs and its embedding; layers are not divided
+        assert error < 1e-5 and num_weights < full
 
 
 @pytest.mark.parametrize(
@@ -80,7 +82,7 @@ def test_transformers_own_plans_divide_the_model(tmp_path: Path) -> None:
     ],
 )
 def test_parts_of_a_layer_add_up(system: str | tuple[str, int], kv_heads: int) -> None:
-    """Without processes: what two layers say, each of a part of the heads, adds up."""
+    """Without processes: the outputs of two layers, each with a part of the heads, add up."""
     torch.manual_seed(0)
     options = None
     if isinstance(system, tuple):
@@ -93,31 +95,31 @@ def test_parts_of_a_layer_add_up(system: str | tuple[str, int], kv_heads: int) -
         part = rc.MemoryLayer(16, 4, system, options, num_kv_heads=kv_heads).double()
         for name, weight in undivided.named_parameters():
             spec = shard_specs(undivided).get(name)
-            owner, _, own = name.rpartition(".")
+            owner, _, attribute = name.rpartition(".")
             value = weight if spec is None else spec.local_shard(weight, index, 2)
-            setattr(part.get_submodule(owner), own, torch.nn.Parameter(value.detach()))
+            setattr(part.get_submodule(owner), attribute, torch.nn.Parameter(value.detach()))
         keep_local_heads(part, index, 2)
         assert part.qkv.weight.shape[0] == undivided.qkv.weight.shape[0] // 2
         total += part(x)[0]
     torch.testing.assert_close(total, undivided(x)[0], atol=1e-12, rtol=0)
 
 
-def test_fixed_numbers_of_a_part_are_those_of_its_heads() -> None:
+def test_fixed_numbers_of_a_part() -> None:
     layer = rc.zoo.get("retnet").build(16, 4)
     part = rc.zoo.get("retnet").build(16, 4)
     number = next(x for x in layer.params.values() if x.source == "constant")
     place = next(n for n, x in layer.params.items() if x is number)
     keep_local_heads(part, 1, 2)
-    own = part.params[place](torch.zeros(1, 1, 16))
-    assert torch.equal(own, number(torch.zeros(1, 1, 16))[2:])
-    assert len(set(own.flatten().tolist())) > 1
+    part_value = part.params[place](torch.zeros(1, 1, 16))
+    assert torch.equal(part_value, number(torch.zeros(1, 1, 16))[2:])
+    assert len(set(part_value.flatten().tolist())) > 1
 
 
 def test_the_order_of_ranks_is_that_of_their_parts() -> None:
     spec, weight = ShardSpec(axis=0, section_sizes=(4, 2, 8)), torch.arange(14.0)
-    held = torch.cat([spec.local_shard(weight, index, 2) for index in range(2)])
-    assert torch.equal(weight.index_select(0, spec.permutation(2)), held)
-    assert held[:7].tolist() == [0, 1, 4, 6, 7, 8, 9]
+    gathered = torch.cat([spec.local_shard(weight, index, 2) for index in range(2)])
+    assert torch.equal(weight.index_select(0, spec.permutation(2)), gathered)
+    assert gathered[:7].tolist() == [0, 1, 4, 6, 7, 8, 9]
     assert torch.equal(spec.permutation(1), torch.arange(14))
 
 
@@ -149,7 +151,7 @@ def write(place: Path, name: str, **changes: Any) -> None:
 
 
 @pytest.mark.slow
-def test_what_does_not_fit_ends_all_processes_with_one_sentence(tmp_path: Path) -> None:
+def test_indivisible_model_ends_all_processes_with_one_sentence(tmp_path: Path) -> None:
     expected = {
         "mesh": "data 3 × tensor 2 = 6 processes, and 2 were started",
         "heads": "tensor = 2 does not divide [model] num_heads = 1 of layer 0 (gated_delta_net)",
@@ -184,7 +186,7 @@ def test_what_does_not_fit_ends_all_processes_with_one_sentence(tmp_path: Path) 
     ranks = job(f"refused({cases!r})", 2, tmp_path)
     for name in cases:
         (status, out, err), (other, out_1, err_1) = (rank[name] for rank in ranks)
-        assert (out_1, err_1) == ("", ""), name  # one of them speaks
+        assert (out_1, err_1) == ("", ""), name  # one of them prints it
         if name in ("good", "along"):
             assert status == other == 0, err
             assert expected[name] in out
@@ -199,7 +201,7 @@ def test_what_does_not_fit_ends_all_processes_with_one_sentence(tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_a_process_that_does_not_answer_is_not_waited_for(tmp_path: Path) -> None:
+def test_missing_process_is_not_waited_for(tmp_path: Path) -> None:
     code = (
         "import os, time, recollect_command\n"
         "from recollect.lm.distributed.processes import init_distributed\n"

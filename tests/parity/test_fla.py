@@ -25,21 +25,21 @@ from torch.nn import functional
 
 import recollect as rc
 
-_FOUND = importlib.util.find_spec("fla")
+_FLA_SPEC = importlib.util.find_spec("fla")
 if (
-    _FOUND is None
-    or not _FOUND.submodule_search_locations
+    _FLA_SPEC is None
+    or not _FLA_SPEC.submodule_search_locations
     or not importlib.util.find_spec("einops")
 ):
     pytest.skip("flash-linear-attention is not installed", allow_module_level=True)
-OPS = Path(_FOUND.submodule_search_locations[0]) / "ops"
+OPS = Path(_FLA_SPEC.submodule_search_locations[0]) / "ops"
 
 B, T, H, K, V = 2, 64, 2, 8, 6
 SINGLE, EXACT = 1e-4, 1e-10
 
 
 def theirs(path: str) -> ModuleType:
-    """One module of theirs, by its file."""
+    """Return a module of flash-linear-attention, by its file."""
     name = "fla_" + path.replace("/", "_")
     spec = importlib.util.spec_from_file_location(name, OPS / f"{path}.py")
     if spec is None or spec.loader is None or not (OPS / f"{path}.py").exists():
@@ -64,12 +64,12 @@ KEY = functional.normalize(RAW, dim=-1)
 BETA = uniform(0.05, 0.95, B, T, H, seed=4)
 LOG = uniform(-0.5, -0.01, B, T, H, seed=5)
 LOG_K = uniform(-0.5, -0.01, B, T, H, K, seed=6)
-SCALE = K**-0.5  # theirs scale the query
+SCALE = K**-0.5  # their implementation scales the query
 
 
-def off(found: Tensor, expected: Tensor) -> float:
-    assert found.shape == expected.shape, (found.shape, expected.shape)
-    return float((found.double() - expected).norm() / expected.norm())
+def off(actual: Tensor, expected: Tensor) -> float:
+    assert actual.shape == expected.shape, (actual.shape, expected.shape)
+    return float((actual.double() - expected).norm() / expected.norm())
 
 
 def heads_first(x: Tensor) -> Tensor:
@@ -96,11 +96,11 @@ def ours(name: str, k: Tensor, v: Tensor = X, q: Tensor = Q, **numbers: Any) -> 
     return rc.recall(recipe, q, k, v, numbers, params=params)[0]
 
 
-def agree(found: Tensor, equation: Tensor, own: Tensor) -> None:
-    """Theirs is its equation, ours is too, and so they are each other."""
-    assert off(found, equation) < SINGLE
-    assert off(own, equation) < EXACT
-    assert off(found, own) < SINGLE
+def agree(actual: Tensor, equation: Tensor, result: Tensor) -> None:
+    """Compare their implementation with its equation, and ours with the equation."""
+    assert off(actual, equation) < SINGLE
+    assert off(result, equation) < EXACT
+    assert off(actual, result) < SINGLE
 
 
 def scalar(x: Tensor, t: int) -> Tensor:
@@ -116,8 +116,8 @@ def test_simple_gla(form: str) -> None:
     run = getattr(theirs("simple_gla/naive"), f"naive_{form}_simple_gla")
     result, _ = run(Q, RAW, X, LOG)
     want = SCALE * loop(lambda S, t: scalar(LOG.exp(), t) * S + outer(X[:, t], RAW[:, t]))
-    own = SCALE * ours("mamba2", RAW, lr=torch.ones_like(LOG), log_decay=LOG)
-    agree(result, want, own)
+    ours_y = SCALE * ours("mamba2", RAW, lr=torch.ones_like(LOG), log_decay=LOG)
+    agree(result, want, ours_y)
 
 
 def test_retention() -> None:
@@ -139,7 +139,7 @@ def test_gla() -> None:
 
 
 def test_hgrn() -> None:
-    """HGRN: h_t = α_t ⊙ h_(t−1) + x_t, a vector memory; RG-LRU's recurrence with given writes."""
+    """HGRN: h_t = α_t ⊙ h_(t−1) + x_t, a vector memory; RG-LRU's recurrence with fixed writes."""
     decay, x = uniform(-1.0, -0.01, B, T, V, seed=11), normal(B, T, V, seed=12)
     result, _ = theirs("hgrn/naive").naive_recurrent_hgrn(x, decay)
     h, outputs = torch.zeros(B, V, dtype=torch.float64), []
@@ -147,7 +147,7 @@ def test_hgrn() -> None:
         h = decay[:, t].exp() * h + x[:, t]
         outputs.append(h)
     ones = torch.ones(B, T, 1, V, dtype=torch.float64)
-    own = ours(
+    ours_y = ours(
         "rg_lru",
         ones,
         v=x.unsqueeze(2),
@@ -156,7 +156,7 @@ def test_hgrn() -> None:
         log_decay=decay.unsqueeze(2),
         params={"decay_scale": torch.ones(1, V, dtype=torch.float64)},
     )
-    agree(result, torch.stack(outputs, 1), own.squeeze(2))
+    agree(result, torch.stack(outputs, 1), ours_y.squeeze(2))
 
 
 @pytest.mark.parametrize("form", ["recurrent", "chunk"])
@@ -185,15 +185,15 @@ def test_delta_rule(form: str) -> None:
     """Schlag et al. 2021; Yang et al. 2024: S_t = S_(t−1)(I − β_t k_t k_tᵀ) + β_t v_t k_tᵀ."""
     run = getattr(theirs("delta_rule/naive"), f"delta_rule_{form}")
     sizes = {"parallel": {"BM": 32, "BN": 16}}.get(form, {})
-    given = [heads_first(x).float() for x in (Q, KEY, X, BETA)]
-    result = heads_first(run(*given, **sizes)[0])
+    inputs = [heads_first(x).float() for x in (Q, KEY, X, BETA)]
+    result = heads_first(run(*inputs, **sizes)[0])
     want = SCALE * loop(lambda S, t: erased(S, KEY[:, t], BETA[:, t], X[:, t]))
     agree(result, want, SCALE * ours("delta_net", KEY, lr=BETA))
 
 
 @pytest.mark.parametrize("form", ["recurrent", "chunk"])
 def test_gated_delta_rule(form: str) -> None:
-    """Gated DeltaNet eq. 10: the same on α_t S_(t−1)."""
+    """Gated DeltaNet eq. 10: the delta rule on α_t S_(t−1)."""
     run = getattr(theirs("gated_delta_rule/naive"), f"naive_{form}_gated_delta_rule")
     result, _ = run(q=Q, k=KEY, v=X, beta=BETA, g=LOG)
     want = SCALE * loop(
@@ -227,8 +227,8 @@ def test_gated_delta_product(n: int, gated: bool) -> None:
     recipe = recipe.replace(algorithm=rc.algorithm.GradientDescent(updates_per_token=n))
     squeeze = (lambda x: x.squeeze(3)) if n == 1 else (lambda x: x)
     gates = {"lr": squeeze(beta)} | ({"log_decay": LOG} if gated else {})
-    own, _ = rc.recall(recipe, Q, squeeze(k), squeeze(v), gates)
-    agree(result, SCALE * loop(step), SCALE * own)
+    ours_y, _ = rc.recall(recipe, Q, squeeze(k), squeeze(v), gates)
+    agree(result, SCALE * loop(step), SCALE * ours_y)
 
 
 # -- RWKV ----------------------------------------------------------------------------------------
@@ -238,20 +238,20 @@ def test_gated_delta_product(n: int, gated: bool) -> None:
 def test_rwkv6(form: str) -> None:
     """Finch: y_t = (S_(t−1) + diag(u) k_t v_tᵀ) r_t, then S_t = diag(w_t) S_(t−1) + k_t v_tᵀ."""
     u = normal(H, K, seed=31)
-    given = [heads_first(x) for x in (Q, RAW, X, LOG_K)]
+    inputs = [heads_first(x) for x in (Q, RAW, X, LOG_K)]
     if form == "recurrent":
         run = theirs("rwkv6/recurrent_naive").naive_recurrent_rwkv6
-        result = heads_first(run(*given, u, scale=1.0)[0])
+        result = heads_first(run(*inputs, u, scale=1.0)[0])
     else:
         run = theirs("rwkv6/chunk_naive").naive_chunk_rwkv6
-        result = heads_first(run(*given, u.float(), chunk_size=16))
+        result = heads_first(run(*inputs, u.float(), chunk_size=16))
     S, outputs = torch.zeros(B, H, V, K, dtype=torch.float64), []
     for t in range(T):
         now = S + outer(X[:, t], u * RAW[:, t])
         outputs.append(torch.einsum("bhvk,bhk->bhv", now, Q[:, t]))
         S = S * LOG_K[:, t].exp().unsqueeze(-2) + outer(X[:, t], RAW[:, t])
-    own = ours("rwkv6", RAW, log_decay=LOG_K, params={"bonus": u})
-    agree(result, torch.stack(outputs, 1), own)
+    ours_y = ours("rwkv6", RAW, log_decay=LOG_K, params={"bonus": u})
+    agree(result, torch.stack(outputs, 1), ours_y)
 
 
 @pytest.mark.parametrize("form", ["recurrence", "chunkwise"])
@@ -259,41 +259,43 @@ def test_rwkv7(form: str) -> None:
     """RWKV-7, as a diagonal plus low rank: S_t = S_(t−1)(diag(w_t) − κ̂ (a ⊙ κ̂)ᵀ) + v_t k̃_tᵀ."""
     kappa = functional.normalize(normal(B, T, H, K, seed=41), dim=-1)
     a = uniform(0.0, 1.0, B, T, H, K, seed=42)
-    given = [heads_first(x).float() for x in (Q, RAW, X, -kappa, a * kappa, LOG_K)]
+    inputs = [heads_first(x).float() for x in (Q, RAW, X, -kappa, a * kappa, LOG_K)]
     run = getattr(theirs("generalized_delta_rule/dplr/naive"), f"dplr_{form}")
-    result = heads_first(run(*given)[0])
+    result = heads_first(run(*inputs)[0])
 
     def step(S: Tensor, t: int) -> Tensor:
         move = torch.diag_embed(LOG_K[:, t].exp()) - outer(kappa[:, t], a[:, t] * kappa[:, t])
         return S @ move + outer(X[:, t], RAW[:, t])
 
     no_bonus = {"bonus": torch.zeros(H, K, dtype=torch.float64)}
-    own = ours("rwkv7", RAW, log_decay=LOG_K, probe=kappa, erase=a, params=no_bonus)
-    agree(result, SCALE * loop(step), SCALE * own)
+    ours_y = ours("rwkv7", RAW, log_decay=LOG_K, probe=kappa, erase=a, params=no_bonus)
+    agree(result, SCALE * loop(step), SCALE * ours_y)
 
 
 def test_identity_plus_low_rank() -> None:
-    """The same without decay: S_t = S_(t−1)(I − κ̂ (a ⊙ κ̂)ᵀ) + v_t k_tᵀ."""
+    """RWKV-7 without decay: S_t = S_(t−1)(I − κ̂ (a ⊙ κ̂)ᵀ) + v_t k_tᵀ."""
     kappa = functional.normalize(normal(B, T, H, K, seed=43), dim=-1)
     a = uniform(0.0, 1.0, B, T, H, K, seed=44)
-    given = [heads_first(x).float() for x in (Q, RAW, X, -kappa, a * kappa)]
+    inputs = [heads_first(x).float() for x in (Q, RAW, X, -kappa, a * kappa)]
     run = theirs("generalized_delta_rule/iplr/naive").iplr_recurrence
-    result = heads_first(run(*given)[0])
+    result = heads_first(run(*inputs)[0])
 
     def step(S: Tensor, t: int) -> Tensor:
         erase = torch.einsum("bhvk,bhk->bhv", S, kappa[:, t])
         return S - outer(erase, a[:, t] * kappa[:, t]) + outer(X[:, t], RAW[:, t])
 
     none = {"bonus": torch.zeros(H, K, dtype=torch.float64)}
-    own = ours("rwkv7", RAW, log_decay=torch.zeros_like(LOG_K), probe=kappa, erase=a, params=none)
-    agree(result, SCALE * loop(step), SCALE * own)
+    ours_y = ours(
+        "rwkv7", RAW, log_decay=torch.zeros_like(LOG_K), probe=kappa, erase=a, params=none
+    )
+    agree(result, SCALE * loop(step), SCALE * ours_y)
 
 
-# -- where theirs are not their equations ---------------------------------------------------------
+# -- differences between their code and their equations --------------------------------------------
 
 
 def test_slips_of_the_references() -> None:
-    """Evidence for what the module's docstring says: a later version's repair is noticed."""
+    """Evidence for the module's docstring; a repair in a later version is detected."""
     hgrn = theirs("hgrn/naive")
     x, decay = normal(1, 64, 4, seed=51), uniform(-1.0, -0.01, 1, 64, 4, seed=52)
     full, _ = hgrn.naive_recurrent_hgrn(x, decay)
@@ -302,8 +304,8 @@ def test_slips_of_the_references() -> None:
     with pytest.raises(RuntimeError):
         hgrn.naive_chunk_hgrn(x, decay, chunk_size=16)
     u = normal(H, K, seed=53)
-    given = [heads_first(y) for y in (Q, RAW, X, LOG_K)]
-    scaled, _ = theirs("rwkv6/recurrent_naive").naive_recurrent_rwkv6(*given, u)
-    chunked = theirs("rwkv6/chunk_naive").naive_chunk_rwkv6(*given, u.float(), chunk_size=16)
+    inputs = [heads_first(y) for y in (Q, RAW, X, LOG_K)]
+    scaled, _ = theirs("rwkv6/recurrent_naive").naive_recurrent_rwkv6(*inputs, u)
+    chunked = theirs("rwkv6/chunk_naive").naive_chunk_rwkv6(*inputs, u.float(), chunk_size=16)
     assert off(chunked * SCALE, scaled.double()) < SINGLE
     assert off(chunked, scaled.double()) > 0.5

@@ -37,7 +37,7 @@ Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @rc.member
 class QuarticOfTests(rc.bias.Bias):
-    """A user's own bias: only its loss is stated."""
+    """A user's bias that is defined by its loss alone."""
 
     scale: float | str = rc.quantity("input", above=0, init=1.0, per_association=True)
 
@@ -227,7 +227,7 @@ def test_both_branches_of_every_huber_are_taken() -> None:
 
 @pytest.mark.parametrize("method", ["auto", "deep", "reference"])
 def test_a_value_robust_error_of_zero(method: str) -> None:
-    """At v = W k nothing is written, and the derivative is that of ½‖e‖² alone."""
+    """At v = W k nothing is written, and the derivative is that of ½‖e‖²."""
     W, q, weight = normal(1, D, D, seed=20), normal(1, 1, 1, D, seed=21), normal(D, seed=22)
     k = torch.zeros(1, 1, 1, D, dtype=torch.float64)
     k[..., 2] = 1.0

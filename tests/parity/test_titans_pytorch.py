@@ -44,7 +44,7 @@ def network(residual: bool) -> nn.Module:
 
 @rc.memory.module_factory("parity.normed")
 def normed(inputs: int, outputs: int) -> nn.Module:
-    """Its default memory, whose norm's scale is memory too."""
+    """Return its default memory, whose norm's scale is part of the memory."""
     return titans_pytorch.memory_models.ResidualNorm(
         dim=outputs, model=titans_pytorch.MemoryMLP(inputs, depth=2, expansion_factor=4.0)
     )
@@ -75,7 +75,7 @@ def peer(heads: int, momentum: bool, norm: bool = False, residual: bool = True) 
 
 
 def wired(module: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-    """q, k, v and gates as its modules make them, in our layout ``[B, T, H, ...]``."""
+    """Return q, k, v and gates of its modules, in our layout ``[B, T, H, ...]``."""
     stored, read = module.store_norm(x), module.retrieve_norm(x)
     q = module.q_norm(module.split_heads(module.to_queries(read))).transpose(1, 2)
     k = module.k_norm(module.split_kv_heads(module.to_keys(stored))).transpose(1, 2)
@@ -134,7 +134,7 @@ def test_outputs_and_gradients(heads: int, momentum: bool, residual: bool, metho
     result = {name: parameter.grad for name, parameter in module.named_parameters()}
     torch.testing.assert_close(result, grads, **TOL)
     moved = (actual - ours_without_writing(module, x, memory)).norm() / actual.norm()
-    assert moved > 0.05  # what the tokens wrote is a good part of what is read
+    assert moved > 0.05  # a large part of the reads comes from writes
 
 
 def ours_without_writing(module: Any, x: Tensor, memory: rc.memory.Memory) -> Tensor:
@@ -145,8 +145,8 @@ def ours_without_writing(module: Any, x: Tensor, memory: rc.memory.Memory) -> Te
 
 
 @pytest.mark.parametrize("momentum", [True, False])
-def test_its_own_network_as_our_module_memory(momentum: bool) -> None:
-    """Its default memory entire: residual, layer norm, and the norm's scale that is memory."""
+def test_its_network_as_our_module_memory(momentum: bool) -> None:
+    """Its complete default memory: residual, layer norm, and the norm's scale."""
     module, x = peer(1, momentum, norm=True), tokens(1)
     want, _ = module(x)
     memory = rc.memory.Module(factory="parity.normed")
@@ -156,7 +156,7 @@ def test_its_own_network_as_our_module_memory(momentum: bool) -> None:
 
 
 def test_decoding_from_its_prefill() -> None:
-    """Both go on from a state in the middle of an inner batch."""
+    """Both continue a state in the middle of an inner batch."""
     module, x = peer(1, momentum=True), tokens(1)
     want, state = module(x[:, :13])
     outputs = [want]

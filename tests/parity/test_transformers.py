@@ -28,8 +28,8 @@ def test_mambas_selective_scan() -> None:
     scan = getattr(mamba, "mamba_selective_scan", None)
     if scan is None:
         pytest.skip("this version of transformers has no plain selective scan")
-    given = [t.float() for t in (x, dt, A, b, c, D)]
-    result, last = getattr(scan, "__wrapped__", scan)(*given, return_last_state=True)
+    inputs = [t.float() for t in (x, dt, A, b, c, D)]
+    result, last = getattr(scan, "__wrapped__", scan)(*inputs, return_last_state=True)
     h, outputs = torch.zeros(B, size, n, dtype=torch.float64), []
     for t in range(T):
         step = dt[:, :, t, None]
@@ -47,10 +47,10 @@ def test_mambas_selective_scan() -> None:
     y, state = rc.recall(
         rc.zoo.get("mamba").recipe, tokens(c), tokens(b), tokens(x), gates, params=params
     )
-    own = y.squeeze(2).transpose(1, 2) + D[:, None] * x
-    assert off(own, want) < EXACT
+    ours_y = y.squeeze(2).transpose(1, 2) + D[:, None] * x
+    assert off(ours_y, want) < EXACT
     assert off(state.weights[0].squeeze(1), h) < EXACT
-    assert off(result, own) < SINGLE
+    assert off(result, ours_y) < SINGLE
 
 
 def _mlstm(name: str) -> object:
@@ -73,10 +73,10 @@ def test_mlstm(name: str) -> None:
     run = _mlstm(name)
     q, k, v = normal(B, H, T, K, seed=11), normal(B, H, T, K, seed=12), normal(B, H, T, V, seed=13)
     i, f = 5 * normal(B, H, T, seed=14), 5 * normal(B, H, T, seed=15)
-    given = [x.float() for x in (q, k, v, i, f)]
+    inputs = [x.float() for x in (q, k, v, i, f)]
 
     def called(**options: float) -> Tensor:
-        result = run(*given, **options)  # type: ignore[operator]
+        result = run(*inputs, **options)  # type: ignore[operator]
         return result[0] if isinstance(result, tuple) else result
 
     actual = called(eps=0.0)
@@ -98,19 +98,19 @@ def test_mlstm(name: str) -> None:
     def swap(x: Tensor) -> Tensor:
         return x.transpose(1, 2)
 
-    own, _ = rc.recall(
+    ours_y, _ = rc.recall(
         rc.zoo.get("mlstm").recipe,
         swap(q) * K**-0.5,
         swap(k),
         swap(v),
         {"log_lr": swap(i), "log_decay": swap(log_f)},
     )
-    assert off(swap(own), want) < EXACT
-    assert off(actual, swap(own)) < SINGLE
+    assert off(swap(ours_y), want) < EXACT
+    assert off(actual, swap(ours_y)) < SINGLE
 
 
 def test_rg_lru() -> None:
-    """Griffin eqs. 1–4. Theirs leaves the first token's input unscaled."""
+    """Griffin eqs. 1–4. Their implementation does not scale the first token's input."""
     module = pytest.importorskip("transformers.models.recurrent_gemma.modeling_recurrent_gemma")
     size, heads = 8, 2
     config = module.RecurrentGemmaConfig(
@@ -141,7 +141,7 @@ def test_rg_lru() -> None:
     want = torch.stack(outputs, 1)
     assert off(result, want) < SINGLE
     ones = torch.ones(B, T, 1, size, dtype=torch.float64)
-    own, _ = rc.recall(
+    ours_y, _ = rc.recall(
         rc.zoo.get("rg_lru").recipe,
         ones,
         ones,
@@ -149,5 +149,5 @@ def test_rg_lru() -> None:
         {"lr": (scale * i).unsqueeze(2), "log_decay": (-8 * r).unsqueeze(2)},
         params={"decay_scale": functional.softplus(weights["recurrent_param"]).unsqueeze(0)},
     )
-    assert off(own.squeeze(2), want) < EXACT
-    assert off(result, own.squeeze(2)) < SINGLE
+    assert off(ours_y.squeeze(2), want) < EXACT
+    assert off(result, ours_y.squeeze(2)) < SINGLE

@@ -1,4 +1,4 @@
-"""PyTorch's setting for float32 products, as products see it."""
+"""PyTorch's setting for float32 products, at the time of a product."""
 
 from __future__ import annotations
 

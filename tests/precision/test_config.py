@@ -45,7 +45,7 @@ def test_layers_of_a_model(precision: Any, layers: list[str | None], tmp_path: P
         assert torch.equal(model(x).logits, repeated(x).logits)
 
 
-def test_a_configuration_that_says_nothing_is_one_of_before() -> None:
+def test_configuration_without_a_precision() -> None:
     config = rc.lm.RecollectConfig.from_recipes("gated_delta_net", **SIZES)
     data = config.to_dict()
     data.pop("precision", None)
@@ -55,7 +55,7 @@ def test_a_configuration_that_says_nothing_is_one_of_before() -> None:
 
 
 @pytest.mark.parametrize(
-    ("precision", "said"),
+    ("precision", "message"),
     [
         ("half", "must be 'float32' or 'tf32', or one of these by recipe, not 'half'"),
         (16, "must be 'float32' or 'tf32'"),
@@ -64,8 +64,8 @@ def test_a_configuration_that_says_nothing_is_one_of_before() -> None:
         ({"titans": "tf32"}, "names the recipe 'titans', which is not among"),
     ],
 )
-def test_refused(precision: Any, said: str) -> None:
-    with pytest.raises(rc.RecipeError, match=said):
+def test_refused(precision: Any, message: str) -> None:
+    with pytest.raises(rc.RecipeError, match=message):
         rc.lm.RecollectConfig.from_recipes("gated_delta_net", precision=precision, **SIZES)
 
 
@@ -90,7 +90,7 @@ def test_the_file_of_a_run() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "precision", "said"),
+    ("name", "precision", "message"),
     [
         ("gated_delta_net", "tf32", "products of TF32 where the device has it, added in float32"),
         ("geometric_rls", "float32", "products of float32"),
@@ -100,11 +100,11 @@ def test_the_file_of_a_run() -> None:
         ("titans_mac", "tf32", "products of TF32 where the device has it, added in float32"),
     ],
 )
-def test_what_explain_says(name: str, precision: str, said: str) -> None:
-    assert said in str(rc.explain(name, precision=precision))
+def test_explain_states_the_precision(name: str, precision: str, message: str) -> None:
+    assert message in str(rc.explain(name, precision=precision))
     assert "products of" not in str(rc.explain(name))
 
 
-def test_explain_refuses_what_there_is_not() -> None:
+def test_explain_refuses_unknown_precisions() -> None:
     with pytest.raises(ValueError, match=r"^precision must be"):
         rc.explain("titans", precision="fp8")

@@ -21,7 +21,7 @@ from recollect.choices.matmul_precision import (
 
 
 def readings() -> list[Any]:
-    """Everything that a program can read of the setting."""
+    """Return every readable value of the setting."""
     backends: Any = torch.backends
     values = [backends.fp32_precision, backends.cuda.matmul.fp32_precision]
     values += [backends.mkldnn.matmul.fp32_precision]
@@ -62,7 +62,7 @@ SETTINGS = (untouched, for_all, for_products, full, old_name, old_and_full)
 
 @pytest.fixture(params=SETTINGS, ids=lambda f: f.__name__)
 def setting(request: pytest.FixtureRequest) -> Any:
-    """The setting as a program may have left it."""
+    """Set the setting as a program may have left it."""
     backends: Any = torch.backends
     request.param()
     yield
@@ -128,7 +128,7 @@ def test_the_last_of_overlapping_threads_restores_the_setting() -> None:
 
 
 def test_an_inherited_setting_stays_inherited() -> None:
-    """It follows the setting for all of torch, as before."""
+    """It follows the setting for all of torch."""
     backends: Any = torch.backends
     try:
         backends.fp32_precision = "tf32"

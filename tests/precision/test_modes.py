@@ -34,7 +34,7 @@ T = 20
 
 @pytest.fixture(autouse=True)
 def reduced() -> Iterator[None]:
-    """A CPU may take bfloat16 for products of float32 unless float32 is requested."""
+    """A CPU may use bfloat16 for products of float32 unless float32 is requested."""
     backends: Any = torch.backends
     torch.set_float32_matmul_precision("medium")
     yield
@@ -122,7 +122,7 @@ def test_drawn_recipes(count: int) -> None:
 
 
 def test_gradients_that_autograd_derives_follow_the_setting() -> None:
-    """They do not restore the precision of the forward pass."""
+    """These gradients do not restore the precision of the forward pass."""
     leaves, recall, _ = memory("titans")
     for name, value in (("medium", "bf16"), ("highest", "ieee")):
         y, _ = recall()
@@ -134,7 +134,7 @@ def test_gradients_that_autograd_derives_follow_the_setting() -> None:
 
 
 @pytest.mark.parametrize("name", ["gated_delta_net", "titans", "delta_former"])
-def test_everything_first_then_reading(name: str) -> None:
+def test_read_after_all_tokens_in_every_precision(name: str) -> None:
     leaves, recall, read = memory(name)
     with Watch() as watch:
         y, state = recall(causal=False)
@@ -146,7 +146,7 @@ def test_everything_first_then_reading(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gated_delta_net", "titans", "delta_former"])
 def test_backward_elsewhere(name: str) -> None:
-    """In another thread, as autograd has one per device, and in a checkpoint."""
+    """In another thread, like autograd's thread per device, and in a checkpoint."""
     leaves, recall, _ = memory(name)
     y, _ = recall()
     watches: list[Watch] = []
@@ -218,7 +218,7 @@ def test_gradients_of_gradients(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gated_delta_net", "titans", "softmax_attention"])
-@pytest.mark.filterwarnings("ignore")  # the compiler warns of its own doings
+@pytest.mark.filterwarnings("ignore")  # the compiler warns
 def test_compiled_layers(name: str) -> None:
     """One graph, and the numbers of the layer."""
     torch._dynamo.reset()
@@ -296,7 +296,7 @@ def test_layers_carry_it_along() -> None:
 def test_a_memory_that_is_only_read() -> None:
     layer = rc.zoo.get("ffn_relu").build(d_model=16, num_heads=2)
     assert isinstance(layer, FeedForward)
-    layer.out = None  # a projection, and no product of the memory's
+    layer.out = None  # a projection, and no product of the memory
     layer.precision = "float32"
     with Watch() as watch, torch.no_grad():
         layer(torch.randn(1, T, 16))
@@ -304,7 +304,7 @@ def test_a_memory_that_is_only_read() -> None:
 
 
 class Curved(torch.nn.Module):
-    """A memory of the user."""
+    """A memory of a user."""
 
     def __init__(self, F: int, V: int) -> None:
         super().__init__()
@@ -318,7 +318,7 @@ rc.memory.module_factory("precision_curved")(Curved)
 
 
 def test_a_module_as_a_memory() -> None:
-    """It runs in the reference alone, which keeps all bits."""
+    """It runs in the reference only, which keeps all bits."""
     memory = rc.memory.Module(factory="precision_curved")
     recipe = rc.Recipe(memory=memory, algorithm=rc.algorithm.GradientDescent(lr=0.1, batch_size=4))
     q, k, v = torch.randn(3, 1, 10, 2, 4)

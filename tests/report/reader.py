@@ -1,4 +1,4 @@
-"""A page of results as its reader has it: tags that match, its text, and what it would ask for."""
+"""A page of results as its reader gets it: matching tags, its text, and its requests."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Reader(HTMLParser):
 
 
 def check_page(page: str) -> str:
-    """That a page is well formed and asks nothing of any host; its text without scripts."""
+    """Check that a page is well formed and requests nothing; return its text without scripts."""
     read = Reader(page)
     assert all(link.startswith("data:") for link in read.links)
     assert [x for x in read.scripts if "src" in x] == []

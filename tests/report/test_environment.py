@@ -18,21 +18,21 @@ def git(folder: Path, *arguments: str) -> None:
     subprocess.run(["git", *identity, *arguments], cwd=folder, check=True, capture_output=True)
 
 
-def test_it_describes_this_machine() -> None:
-    here = describe_environment("cpu")
-    assert here.device
-    assert here.device_type == "cpu"
-    assert here.threads == torch.get_num_threads()
-    assert here.torch == torch.__version__
-    assert re.fullmatch(r"unknown|[0-9a-f]{12}(-dirty)?", here.commit)
-    moment = datetime.datetime.fromisoformat(here.date.replace("Z", "+00:00"))
+def test_environment_of_this_machine() -> None:
+    environment = describe_environment("cpu")
+    assert environment.device
+    assert environment.device_type == "cpu"
+    assert environment.threads == torch.get_num_threads()
+    assert environment.torch == torch.__version__
+    assert re.fullmatch(r"unknown|[0-9a-f]{12}(-dirty)?", environment.commit)
+    moment = datetime.datetime.fromisoformat(environment.date.replace("Z", "+00:00"))
     age = datetime.datetime.now(datetime.UTC) - moment
     assert abs(age) < datetime.timedelta(minutes=1)
-    json.dumps(here.to_dict())
-    assert here.commit in here.facts().values()
+    json.dumps(environment.to_dict())
+    assert environment.commit in environment.facts().values()
 
 
-def test_the_commit_says_whether_the_tree_had_changes(tmp_path: Path) -> None:
+def test_commit_marks_uncommitted_changes(tmp_path: Path) -> None:
     commit = module._commit
     assert commit(tmp_path) == "unknown"
     git(tmp_path, "init", "-q")

@@ -57,13 +57,13 @@ def test_the_same_figure_gives_the_same_bytes() -> None:
     assert first == repeated
 
 
-def test_no_two_lines_look_alike_even_in_grey() -> None:
+def test_lines_are_distinguishable_in_grey() -> None:
     n = 12
-    looks = {
+    styles = {
         (module._MARKERS[i % len(module._MARKERS)], str(module._LINES[i % len(module._LINES)]))
         for i in range(10)
     }
-    assert len(looks) == 10
+    assert len(styles) == 10
     coloured = {
         (i % len(module._COLOURS), i % len(module._MARKERS), i % len(module._LINES))
         for i in range(n)
@@ -85,8 +85,8 @@ def test_the_legend_of_a_narrow_figure_is_inside_and_below_the_axes(
     recorded: list[bool] = []
     save = module.render_figure
 
-    def look(canvas, drawn):  # type: ignore[no-untyped-def]
-        files = save(canvas, drawn)
+    def look(canvas, drawing):  # type: ignore[no-untyped-def]
+        files = save(canvas, drawing)
         box = canvas.legends[0].get_window_extent()
         axes = canvas.axes[0].get_window_extent()
         page = canvas.bbox
@@ -124,8 +124,8 @@ def test_panels_of_a_narrow_figure_are_stacked() -> None:
     wide = [plot.bounds for plot in figure.plots]
     narrow = [plot.narrow_bounds for plot in figure.plots if plot.narrow_bounds is not None]
     assert wide[0][1] == pytest.approx(wide[1][1], abs=0.01) and wide[0][0] < wide[1][0]
-    for (left, top, _, height), (other_left, other_top, _, _) in pairwise(narrow):
-        assert left == pytest.approx(other_left, abs=0.01) and top + height < other_top
+    for (x0, top, _, height), (other_left, other_top, _, _) in pairwise(narrow):
+        assert x0 == pytest.approx(other_left, abs=0.01) and top + height < other_top
     assert len(narrow) == 3
     assert [plot.title for plot in figure.plots] == ["panel 0", "panel 1", "panel 2"]
 
@@ -167,7 +167,7 @@ def test_labels_of_a_logarithmic_axis_do_not_run_into_each_other() -> None:
 
 
 def test_a_logarithmic_axis_of_many_odd_values_has_ticks() -> None:
-    values = [0.26 * 1.7**n for n in range(12)]  # none of them a power of two
+    values = [0.26 * 1.7**n for n in range(12)]  # none of them is a power of two
     line = Series(name="a", x=values, y=[0.5] * len(values))
     figure = panel_figure([Panel(y="y", series=[line], log_x=True)], x="KiB", title="t")
     for label in ("0.5", "2", "32"):

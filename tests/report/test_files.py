@@ -10,7 +10,7 @@ from recollect.report import write_atomic
 from recollect.report.files import check_regular, read_regular
 
 
-def test_it_makes_folders_and_replaces(tmp_path: Path) -> None:
+def test_writes_create_folders_and_replace_files(tmp_path: Path) -> None:
     path = write_atomic(tmp_path / "a" / "b.txt", "first")
     write_atomic(path, "zweites, größer".encode())
     assert path.read_text("utf-8") == "zweites, größer"
@@ -52,7 +52,7 @@ def test_a_file_is_checked_before_it_is_opened(tmp_path: Path) -> None:
         read_regular(path, limit=7)
 
 
-def test_others_may_read_what_the_umask_lets_them(tmp_path: Path) -> None:
+def test_mode_follows_the_umask(tmp_path: Path) -> None:
     initial = os.umask(0o022)
     try:
         mode = write_atomic(tmp_path / "b.txt", "x").stat().st_mode

@@ -1,4 +1,4 @@
-"""A report in a browser: it fits, is sorted and read off, and asks nothing of any host."""
+"""A report in a browser: it fits, sorts, shows values under the pointer, and requests nothing."""
 
 from __future__ import annotations
 
@@ -52,12 +52,15 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("width", [1280, 390])
 @pytest.mark.parametrize("dark", [False, True])
-def test_it_fits_the_window_and_asks_nothing(
+def test_page_fits_the_window_and_requests_nothing(
     browser: Browser, page: Path, width: int, dark: bool
 ) -> None:
     browser.open(page, width=width, dark=dark)
     assert browser.run("document.documentElement.scrollWidth") <= width
-    assert all(requested.startswith(("file:", "data:", "about:")) for requested in browser.asked())
+    assert all(
+        requested.startswith(("file:", "data:", "about:"))
+        for requested in browser.requested_addresses()
+    )
     read = "['color', 'backgroundColor'].map((x) => getComputedStyle(document.body)[x])"
     ink, paper = (sum(map(int, re.findall(r"\d+", x))) for x in browser.run(read))
     assert (ink > paper) is dark and abs(ink - paper) > 500
@@ -105,12 +108,12 @@ def test_curves_are_read_off_under_the_pointer(
     browser.run("document.querySelector('.drawing').scrollIntoView()")
     frame = browser.run(FRAME)
     plot = browser.run("JSON.parse(document.querySelector('.plots').textContent)[0]")
-    left, top, wide, high = plot[bounds]
-    up = (math.log(10) - math.log(plot["y"]["low"])) / math.log(
+    x0, top, wide, high = plot[bounds]
+    fraction = (math.log(10) - math.log(plot["y"]["low"])) / math.log(
         plot["y"]["high"] / plot["y"]["low"]
     )
-    x = frame["left"] + frame["width"] * (left + wide / 2)  # 4 lies between 1 and 16
-    y = frame["top"] + frame["height"] * (top + high * (1 - up))
+    x = frame["left"] + frame["width"] * (x0 + wide / 2)  # 4 is between 1 and 16
+    y = frame["top"] + frame["height"] * (top + high * (1 - fraction))
     browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
     output = browser.run("document.querySelector('.reading').textContent")
     assert "pairs 4" in output and "one 10" in output and "two 3" in output

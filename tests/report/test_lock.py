@@ -1,4 +1,4 @@
-"""Two runs never write to one folder, and the lock of a dead process does not count."""
+"""Two runs never write to one folder, and the lock of a dead process is ignored."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 from recollect.report import lock
 from recollect.report.lock import LOCK_NAME, folder_lock
 
-# The module alone, for torch takes seconds to import.
+# Only this module, because the import of torch takes seconds.
 HOLDER = f"""
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
@@ -34,7 +34,7 @@ with module.folder_lock(sys.argv[1]):
 
 @contextmanager
 def locked(folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """Another process that holds the lock until the block ends."""
+    """Hold the lock in another process until the block ends."""
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(folder)],
         stdin=subprocess.PIPE,
@@ -112,7 +112,7 @@ def test_an_error_inside_releases_the_lock(tmp_path: Path) -> None:
         pass
 
 
-def test_a_folder_that_vanished_is_released_without_an_error(tmp_path: Path) -> None:
+def test_deleted_folder_is_released_without_an_error(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with folder_lock(folder):
         (folder / LOCK_NAME).unlink()

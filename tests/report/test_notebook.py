@@ -1,4 +1,4 @@
-"""What notebooks show: tables that are well-formed, escaped, and say what ``print`` says."""
+"""Notebook representations: well-formed and escaped tables with the content of ``print``."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class Page(HTMLParser):
 
 
 @pytest.mark.parametrize("name", ["gated_delta_net", "titans", "softmax_attention", "rls"])
-def test_an_explanation_says_what_print_says(name: str) -> None:
+def test_explanation_has_the_printed_text(name: str) -> None:
     result = rc.explain(name)
     page = Page(result._repr_html_())
     assert all(line in page.text for _, lines in result.equations for line in lines)
     lines = str(result).splitlines()[1:]
-    said = " ".join(line[9:] for line in lines)
-    assert set(said.split()) == set(page.text.removeprefix(name).split())
+    text = " ".join(line[9:] for line in lines)
+    assert set(text.split()) == set(page.text.removeprefix(name).split())
     assert page.heads == [line[:9].strip() for line in lines if line[0] != " "]
 
 
@@ -59,10 +59,10 @@ def test_a_recipe_shows_its_choices_and_equations() -> None:
     assert rc.explain(recipe).write_equations[0] in page.text
 
 
-def test_a_recipe_of_ones_own() -> None:
+def test_custom_recipe() -> None:
     @rc.member
     class TwiceTheKey(rc.features.Features):
-        """Twice the key."""
+        """Features of twice the key."""
 
         def size(self, K: int) -> int:
             return K
@@ -97,7 +97,7 @@ def test_a_diagnosis_has_a_row_per_head() -> None:
     assert all(" ".join(cell.split()) in words for cell in page.texts)
 
 
-def test_what_is_shown_is_escaped() -> None:
+def test_texts_are_escaped() -> None:
     for text in (
         definition_table("<b>", [("<i>", ["a < b"]), ("code", ["x  <y>"])], equations=["code"]),
         Table(title="<b>", columns=["<i>"], rows=[["<u>"]], caption="<s>").to_html(notebook=True),

@@ -29,12 +29,12 @@ def a_page(word: str = "word") -> str:
     ).to_html()
 
 
-def test_the_page_is_well_formed_and_needs_nothing_else() -> None:
+def test_page_is_well_formed_and_self_contained() -> None:
     page = Reader(a_page())
     assert page.links
     assert all(link.startswith("data:image/svg+xml;base64,") for link in page.links)
     assert not {"link", "iframe", "object", "embed", "base", "form"} & set(page.tags)
-    assert page.scripts == [{}]  # its own, which stands in it
+    assert page.scripts == [{}]  # its own, which is inside
     for asks in ("fetch(", "XMLHttpRequest", "import(", "WebSocket", "sendBeacon", "innerHTML"):
         assert asks not in "".join(map(read_static, SCRIPTS))
     style = a_page().split("<style>")[1].split("</style>")[0]
@@ -56,13 +56,13 @@ def test_every_text_is_escaped() -> None:
 
 
 def test_backticks_are_shown_as_code() -> None:
-    said = "as `rc.recall(q, <k>)` does"
-    page = a_page(said)
+    text = "as `rc.recall(q, <k>)` does"
+    page = a_page(text)
     assert page.count("as <code>rc.recall(q, &lt;k&gt;)</code> does") == 11
     assert "<title>as rc.recall(q, &lt;k&gt;) does</title>" in page
     for tag in ("pre", "td", "th", "figcaption", "h1", "h2", "dd"):
         assert f"<{tag}" in page
-    assert f"<pre>{said.replace('<', '&lt;').replace('>', '&gt;')}</pre>" in page
+    assert f"<pre>{text.replace('<', '&lt;').replace('>', '&gt;')}</pre>" in page
     assert 'alt="as `rc' in page
     for plain in ("3` alone", "`a\nb`", "``"):
         assert "<code>" not in a_page(plain)
@@ -97,7 +97,7 @@ def test_a_table_scrolls_by_itself_and_breaks_only_sentences() -> None:
     assert f'<th scope="row">gated_delta_net</th><td class="sentence">{sentence}</td>' in table
 
 
-def test_numbers_stand_to_the_right_under_their_heading() -> None:
+def test_numbers_are_right_aligned() -> None:
     table = Table(
         columns=["model", "size", "loss", "note"],
         rows=[["a", 12345, 1.23456, 3], ["b", None, 2.0, "text"]],
@@ -115,7 +115,7 @@ def test_saving(tmp_path: Path) -> None:
     assert path.read_text("utf-8") == Report(title="Größe").to_html()
 
 
-def test_numbers_that_are_written_out_stand_to_the_right() -> None:
+def test_formatted_numbers_are_right_aligned() -> None:
     cells = {
         "0.834": "0.834 ± 0.012",
         "12,345": "1,085,536",
@@ -125,43 +125,43 @@ def test_numbers_that_are_written_out_stand_to_the_right() -> None:
         "41 %": "7 s",
     }
     words = {"gla": "3 of 3 seeds", "1.2.3": "4", "diverged": "0.1", "seed 3": "2 more"}
-    for right, every in ((True, cells), (False, words)):
-        for pair in every.items():
-            drawn = Table(columns=["x"], rows=[[cell] for cell in (*pair, None)]).to_html()
-            assert (drawn.count(' class="number"') == 4) is right, pair
-            assert (' class="number"' in drawn) is right, pair
+    for right, expected in ((True, cells), (False, words)):
+        for pair in expected.items():
+            html = Table(columns=["x"], rows=[[cell] for cell in (*pair, None)]).to_html()
+            assert (html.count(' class="number"') == 4) is right, pair
+            assert (' class="number"' in html) is right, pair
 
 
-def test_cells_carry_the_number_that_they_are_sorted_by() -> None:
+def test_cells_have_a_sort_key() -> None:
     rows = [
         ["a", "14.1 KiB", "0.834 ± 0.012", 12_345, "of 3"],
         ["b", "1 MiB, grows", "−1", None, ""],
     ]
-    drawn = Table(columns=["m", "state", "value", "n", "words"], rows=rows).to_html()
+    html = Table(columns=["m", "state", "value", "n", "words"], rows=rows).to_html()
     result = [
-        dict(re.findall(r'([\w-]+)="([^"]*)"', cell)) for cell in re.findall("<td[^>]*>", drawn)
+        dict(re.findall(r'([\w-]+)="([^"]*)"', cell)) for cell in re.findall("<td[^>]*>", html)
     ]
     keys = [cell.get("data-sort") for cell in result]
     assert keys == ["14438.4", "0.834", "12345", None, "1048576", "-1", None, None]
 
 
 def test_a_column_with_one_that_diverged_is_still_sorted_by_numbers() -> None:
-    drawn = Table(
+    html = Table(
         columns=["m", "loss"], rows=[["a", "2.5"], ["b", "diverged"], ["c", "1e-3"]]
     ).to_html()
-    assert drawn.count("data-sort") == 2 and ' class="number"' not in drawn
+    assert html.count("data-sort") == 2 and ' class="number"' not in html
     words = Table(columns=["m"], rows=[["a"], ["b"], ["3"]]).to_html()
     assert "data-sort" not in words
 
 
-def test_a_column_of_which_half_diverged_is_sorted_by_its_numbers() -> None:
-    halves = Table(columns=["gain"], rows=[["+0.50"], ["diverged"], ["−0.25"], ["diverged"]])
-    assert halves.to_html().count("data-sort") == 2
+def test_half_diverged_column_is_sorted_by_numbers() -> None:
+    table = Table(columns=["gain"], rows=[["+0.50"], ["diverged"], ["−0.25"], ["diverged"]])
+    assert table.to_html().count("data-sort") == 2
     names = Table(columns=["x"], rows=[["3"], ["a4"], ["b10"]])
     assert "data-sort" not in names.to_html()
 
 
-def test_a_page_of_another_command_is_kept_under_another_name(tmp_path: Path) -> None:
+def test_page_of_another_command_is_renamed(tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     Report(title="first", kind="training").save(path)
     Report(title="second", kind="training").save(path)

@@ -1,4 +1,4 @@
-"""Reports of commands: what stands in each, of crafted numbers and of those in results/."""
+"""Reports of commands, from crafted numbers and from those in results/."""
 
 from __future__ import annotations
 
@@ -46,15 +46,17 @@ def timed(*timings: dict[str, Any]) -> dict[str, Any]:
 def test_a_benchmark_begins_with_the_fastest_and_the_slowest(tmp_path: Path) -> None:
     cases = timing("a", 0.002, 0.5), timing("b", 0.004, 1.0), timing("c", 0.008, 2.0)
 
-    def said(*some: dict[str, Any]) -> str:
-        return check_page(save_bench_page(timed(*some), tmp_path / "x.html").read_text("utf-8"))
+    def first_sentence(*timings: dict[str, Any]) -> str:
+        return check_page(save_bench_page(timed(*timings), tmp_path / "x.html").read_text("utf-8"))
 
     assert (
         "a is the fastest of 3 with 2 ms, 0.5 of the time of b. "
         "c is the slowest and takes 4 times as long."
-    ) in said(*cases)
-    assert "b, the baseline, is the fastest of 2 with 4 ms. c is the slowest" in said(*cases[1:])
-    assert "a takes 2 ms. There is no other case" in said(cases[0])
+    ) in first_sentence(*cases)
+    assert "b, the baseline, is the fastest of 2 with 4 ms. c is the slowest" in first_sentence(
+        *cases[1:]
+    )
+    assert "a takes 2 ms. There is no other case" in first_sentence(cases[0])
 
 
 def trained(folder: Path, **more: Any) -> Any:
@@ -67,10 +69,10 @@ def trained(folder: Path, **more: Any) -> Any:
         {"step": 4, "loss": math.nan, "tokens_per_second": 98.0},
         {"step": 4, "eval_bits_per_byte": 3.25, "eval_loss": 2.3},
     ]
-    given = {"steps": 4, "tokens": 128, "seconds": 1.0, "loss": 2.25, "heldout": 3.25}
-    given |= {"heldout_loss": 2.3, "notes": ("<compiled>",), "history": tuple(history)}
+    values = {"steps": 4, "tokens": 128, "seconds": 1.0, "loss": 2.25, "heldout": 3.25}
+    values |= {"heldout_loss": 2.3, "notes": ("<compiled>",), "history": tuple(history)}
     model: Any = SimpleNamespace(device=torch.device("cpu"))
-    return Trained(model=model, folder=folder / "model", **(given | more))
+    return Trained(model=model, folder=folder / "model", **(values | more))
 
 
 def a_plan(folder: Path) -> Any:
@@ -104,13 +106,13 @@ def test_a_training_run_has_a_page(tmp_path: Path) -> None:
         "last steps is 2.250 nats per token. It was still decreasing: the last two held-out "
         "values, after 64 and 128 tokens, are 3.500 and 3.250."
     ) in text
-    for here in (
+    for part in (
         "recollect train a.toml",
         ABOUT["commit"],
         '"recipe": "gated_delta_net"',
         "<compiled>",
     ):
-        assert str(here) in text
+        assert str(part) in text
     plots = json.loads(page.split('class="plots">')[1].split("</script>")[0])
     assert [(p["y"]["label"], p["curves"][0]["x"]) for p in plots] == [
         ("training loss, nats per token", [32, 64]),
@@ -119,7 +121,7 @@ def test_a_training_run_has_a_page(tmp_path: Path) -> None:
     ]
 
 
-def test_a_run_that_got_worse_or_has_no_curve_says_so(tmp_path: Path) -> None:
+def test_page_of_a_run_that_got_worse_or_has_no_curve(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("matplotlib")
     worse = tuple({"step": n, "eval_bits_per_byte": x} for n, x in ((2, 3.0), (4, 3.5)))
@@ -131,9 +133,7 @@ def test_a_run_that_got_worse_or_has_no_curve_says_so(tmp_path: Path) -> None:
     assert "<figure>" not in page
 
 
-def test_without_matplotlib_a_run_has_its_page_and_says_what_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_page_of_a_run_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
     import sys
 
@@ -166,17 +166,17 @@ def test_an_evaluation_has_a_page(tmp_path: Path) -> None:
         ),
     )
 
-    def said(papers: tuple[PaperComparison, ...]) -> str:
+    def first_sentence(papers: tuple[PaperComparison, ...]) -> str:
         page = save_evaluation_page(actual, papers, tmp_path, command="recollect eval m --tasks a")
         assert page == tmp_path / "report.html"
         return check_page(page.read_text("utf-8"))
 
-    text = said(papers)
+    text = first_sentence(papers)
     assert (
         "m was evaluated on 150 documents of 3 tasks (none gave no finite number). 1 of 2 numbers "
         "that papers report too is better than at least one model of the papers."
     ) in text
-    for here in (
+    for part in (
         "0.7 ± 0.01",
         "recollect eval m --tasks a",
         ABOUT["commit"],
@@ -184,11 +184,11 @@ def test_an_evaluation_has_a_page(tmp_path: Path) -> None:
         "of <words>",
         "abababababab…",
     ):
-        assert str(here) in text
-    assert "None of the stored papers reports these tasks." in said(())
+        assert str(part) in text
+    assert "None of the stored papers reports these tasks." in first_sentence(())
 
 
-def test_the_gallery_has_the_same_look(tmp_path: Path) -> None:
+def test_gallery_has_the_style_of_pages(tmp_path: Path) -> None:
     from recollect.experiments.gallery import save_gallery
 
     record = {"seed": 0, "device": "a device", "commit": "c0ffee"}

@@ -1,4 +1,4 @@
-"""The reports' scripts by node: tables that sort, curves that are read off, also on log axes."""
+"""The reports' scripts by node: sorting of tables, and values of curves, also on log axes."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ import pytest
 from recollect.report.plots import Axis, Curve, Plot
 from recollect.report.rendering import SCRIPTS, read_static
 
-HERE = Path(__file__).parent
-SMALL_DOM = HERE.parent / "page" / "small_dom.js"
+FOLDER = Path(__file__).parent
+SMALL_DOM = FOLDER.parent / "page" / "small_dom.js"
 
 
 def node(script: str, data: object, *, ahead: str = "") -> Any:
-    """What a script of this folder makes of data, after the scripts of a page."""
+    """Return the result of a script of this folder, after the scripts of a page."""
     program = shutil.which("node")
     if program is None:
         pytest.skip("node is not installed: what the reports' scripts do is not checked")
-    texts = [ahead, *map(read_static, SCRIPTS), (HERE / script).read_text(encoding="utf-8")]
+    texts = [ahead, *map(read_static, SCRIPTS), (FOLDER / script).read_text(encoding="utf-8")]
     start = (
         "const input = JSON.parse(require('fs').readFileSync(0, 'utf8'));\n"
         "const answer = (x) => process.stdout.write(JSON.stringify(x));\n"
@@ -57,7 +57,7 @@ LOG = Plot(
 )  # fmt: skip
 
 
-def test_rows_are_sorted_and_what_has_no_number_comes_last() -> None:
+def test_rows_are_sorted_with_missing_numbers_last() -> None:
     numbers = [cell("10", 10), cell("–"), cell("9", 9), cell("diverged"), cell("9", 9)]
     words = [cell("b10"), cell("a"), cell("B2"), cell("é")]
     result = node(
@@ -72,32 +72,36 @@ def test_rows_are_sorted_and_what_has_no_number_comes_last() -> None:
     assert result[3:] == [[1, 2, 0, 3], [3, 0, 2, 1], [0, 1, 2, 3]]
 
 
-def test_a_place_on_a_logarithmic_axis_is_one_of_logarithms() -> None:
+def test_position_on_a_logarithmic_axis() -> None:
     plot = LOG.to_dict()
     requested = [["share", plot["x"], 8], ["share", plot["y"], 10], ["share", plot["x"], 1]]
     assert node("ask.js", requested) == pytest.approx([0.5, 0.75, 0.0])
 
 
-def test_the_nearest_point_and_what_every_curve_says_there() -> None:
+def test_nearest_point_and_values_of_every_curve() -> None:
     plot = LOG.to_dict()
-    # In the middle lies a's (8, 1); near the upper right corner b's (64, 10), not a's (64, 0.01).
+    # In the middle a's (8, 1) is nearest; near the upper right corner b's (64, 10), not a's (64,
+    # 0.01).
     requested = [["nearest", plot, 0.52, 0.49], ["nearest", plot, 0.97, 0.9], ["stops", plot]]
     near, corner, stops = node("ask.js", requested)
     assert near == {"curve": 0, "point": 1} and corner == {"curve": 1, "point": 2}
-    assert stops == [1, 8, 64]  # 16 has no value: b's is missing there
-    said = node("ask.js", [["readings", plot, 64], ["readings", plot, 8]])
-    assert [(x["name"], x["x"], x["y"], x["here"]) for x in said[0]] == [
+    assert stops == [1, 8, 64]  # b has no value at 16
+    readings = node("ask.js", [["readings", plot, 64], ["readings", plot, 8]])
+    assert [(x["name"], x["x"], x["y"], x["here"]) for x in readings[0]] == [
         ("a", 64, 0.01, True),
         ("b", 64, 10, True),
     ]
-    assert (said[0][1]["low"], said[0][1]["high"]) == (5, 20)
-    # b has none at 8; 1 and 64 are as far on this axis, and the first of them is taken.
-    assert [(x["name"], x["x"], x["here"]) for x in said[1]] == [("a", 8, True), ("b", 1, False)]
+    assert (readings[0][1]["low"], readings[0][1]["high"]) == (5, 20)
+    # b has none at 8; 1 and 64 are equally far on this axis, and the first is used.
+    assert [(x["name"], x["x"], x["here"]) for x in readings[1]] == [
+        ("a", 8, True),
+        ("b", 1, False),
+    ]
 
 
-def test_numbers_are_told_as_a_reader_needs_them() -> None:
-    told = node("ask.js", [["told", x] for x in (57344, 2.674112, 1e-7, 0, 3e15, 0.00012, -3.5)])
-    assert told == ["57,344", "2.674", "1.000e-7", "0", "3.000e+15", "0.00012", "-3.5"]
+def test_format_of_numbers() -> None:
+    texts = node("ask.js", [["told", x] for x in (57344, 2.674112, 1e-7, 0, 3e15, 0.00012, -3.5)])
+    assert texts == ["57,344", "2.674", "1.000e-7", "0", "3.000e+15", "0.00012", "-3.5"]
 
 
 def test_a_page_is_sorted_and_read_by_the_keyboard_and_by_the_pointer() -> None:
@@ -113,7 +117,8 @@ def test_a_page_is_sorted_and_read_by_the_keyboard_and_by_the_pointer() -> None:
             "clicks": [1, 1, 1, 0],
             "plots": [LOG.to_dict()],
             "keys": ["ArrowRight", "ArrowRight", "End", "Escape", "ArrowLeft"],
-            # In the axes' middle: the box begins at 100 and is 800 wide, and 300 high from 100 on.
+            # In the middle of the axes: the box begins at 100 and is 800 wide, and 300 high from
+            # 100 on.
             "at": [505, 255],
         },
         ahead=SMALL_DOM.read_text(encoding="utf-8") + TREE,
@@ -159,7 +164,7 @@ Element.prototype.append = function (...nodes) { // a node that moves leaves whe
 """
 
 
-def test_a_drawing_says_where_its_axes_lie() -> None:
+def test_figure_states_the_position_of_its_axes() -> None:
     pytest.importorskip("matplotlib")
     import re
 
@@ -174,18 +179,18 @@ def test_a_drawing_says_where_its_axes_lie() -> None:
     assert plot.x.log and plot.y.log and plot.baselines == {"level": 3.0}
     assert plot.curves[0].colour == plot.curves[1].colour == "#0072B2"
     assert plot.narrow_bounds is not None and plot.narrow_bounds != plot.bounds
-    # The drawing's own markers say where the points are: (2, 1) and (8, 10) of the first curve.
+    # Markers of the figure give the points (2, 1) and (8, 10) of the first curve.
     for svg, box in ((figure.svg, plot.bounds), (figure.narrow, plot.narrow_bounds)):
         width, height = map(float, re.findall(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg)[0])
         uses = re.findall(
             r'<use xlink:href="#\w+" x="([\d.]+)" y="([\d.]+)" style="fill: #0072b2', svg
         )
         points = [(float(x) / width, float(y) / height) for x, y in uses]
-        left, top, wide, high = box
+        x0, top, wide, high = box
         for x, y in ((2, 1.0), (8, 10.0), (8, 2.0)):
             across = math.log(x / plot.x.low) / math.log(plot.x.high / plot.x.low)
-            up = math.log(y / plot.y.low) / math.log(plot.y.high / plot.y.low)
-            at = left + wide * across, top + high * (1 - up)
+            fraction = math.log(y / plot.y.low) / math.log(plot.y.high / plot.y.low)
+            at = x0 + wide * across, top + high * (1 - fraction)
             assert any(at == pytest.approx(one, abs=2e-3) for one in points), (x, y)
     several = panel_figure(
         [Panel(y="p", series=[line], title="one", log_x=True), Panel(y="q", series=[other], x="z")],
@@ -199,7 +204,7 @@ def test_a_drawing_says_where_its_axes_lie() -> None:
     assert several.plots[0].x.log and not several.plots[1].x.log
 
 
-def test_curves_are_a_table_too() -> None:
+def test_curves_are_also_a_table() -> None:
     rows = LOG.rows()
     assert rows == [[1, 100, 100], [8, 1, None], [64, 0.01, 10]]
     long = Plot(
@@ -209,5 +214,5 @@ def test_curves_are_a_table_too() -> None:
         curves=[Curve(name="a", colour="#000", x=tuple(range(1000)), y=tuple(range(1000)))],
         baselines={},
     )
-    some = long.rows(max_rows=50)
-    assert len(some) == 50 and some[0] == [0, 0] and some[-1] == [999, 999]
+    shortened = long.rows(max_rows=50)
+    assert len(shortened) == 50 and shortened[0] == [0, 0] and shortened[-1] == [999, 999]

@@ -1,4 +1,4 @@
-"""TTR's own associative recall: a dictionary and TTR's untrained construction both solve it."""
+"""TTR's associative recall: a dictionary and TTR's untrained construction both solve it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_pairs_repeat_and_are_uniform() -> None:
     inputs, _ = cues(config, 6000, torch.Generator().manual_seed(0))
     named = inputs[:, 0]
     share = named.bincount(minlength=6).double() / 6000
-    # Five standard errors of a share of 1/6.
+    # Five standard errors of a frequency of 1/6.
     assert (share - 1 / 6).abs().max() < 5 * (5 / 36 / 6000) ** 0.5
     repeated = (inputs[:, 0] == inputs[:, 2]).double().mean()
     assert abs(float(repeated) - 1 / 4) < 5 * (3 / 16 / 6000) ** 0.5

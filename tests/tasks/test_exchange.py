@@ -25,7 +25,7 @@ def heads(x: torch.Tensor) -> torch.Tensor:
 def wrong(
     recipe: rc.Recipe, stream: Exchange, method: str = "auto", **options: object
 ) -> tuple[int, int]:
-    """Wrong answers along the way, and at the end."""
+    """Return the fraction of wrong answers along the way, and at the end."""
     y, state = rc.recall(
         recipe, heads(stream.q), heads(stream.k), heads(stream.v), engine=method, **options
     )
@@ -49,8 +49,8 @@ def test_keys_are_spread(n: int, d: int) -> None:
     ("n", "d"),
     [(128, 56), (192, 64), pytest.param(512, 128, marks=pytest.mark.slow), (5, 5), (3, 8)],
 )
-def test_other_keys_are_found(n: int, d: int) -> None:
-    """By descent, or because they fit."""
+def test_other_separated_keys(n: int, d: int) -> None:
+    """By descent, or without it if they fit."""
     keys = low_coherence_keys(n, d)
     gram = keys @ keys.T
     assert keys.shape == (n, d)

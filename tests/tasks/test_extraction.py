@@ -1,4 +1,4 @@
-"""Fixtures in the shape of real data: what is asked for stands in the text."""
+"""Fixtures in the form of real data: the text contains every answer."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from recollect.tasks.extraction import ExtractionForm
 FORMS = get_args(ExtractionForm)
 
 
-def some(form: str, length: int = 900, seed: int = 0) -> tuple[Extraction, ...]:
+def draw_items(form: str, length: int = 900, seed: int = 0) -> tuple[Extraction, ...]:
     config = ExtractionConfig(form=form, length=length)  # type: ignore[arg-type]
     return extractions(config, 12, torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("length", [600, 3000])
-def test_texts_fill_what_they_may(form: str, length: int) -> None:
-    result = some(form, length)
+def test_texts_fill_their_limit(form: str, length: int) -> None:
+    result = draw_items(form, length)
     sizes = [len(f"{one.text}\n{one.question}:".encode()) for one in result]
     assert max(sizes) <= length
     assert min(sizes) > length - 350
@@ -31,15 +31,15 @@ def test_texts_fill_what_they_may(form: str, length: int) -> None:
 
 
 @pytest.mark.parametrize("form", ["swde", "fda"])
-def test_attributes_stand_on_lines_of_their_own(form: str) -> None:
-    for one in some(form):
+def test_attributes_are_on_separate_lines(form: str) -> None:
+    for one in draw_items(form):
         values = dict(line.split(": ", 1) for line in one.text.splitlines()[1:])
         assert one.answers == (values[one.question],)
 
 
 @pytest.mark.parametrize("form", ["swde", "fda"])
-def test_facts_are_asked_for_as_often_as_numbered_rows(form: str) -> None:
-    """However long the page, which holds about a hundred rows here and seven or eight facts."""
+def test_questions_on_facts_are_as_frequent_as_on_rows(form: str) -> None:
+    """For any length of the page, which has about a hundred rows here and seven or eight facts."""
     config = ExtractionConfig(form=form, length=4000)  # type: ignore[arg-type]
     result = extractions(config, 200, torch.Generator().manual_seed(3))
     rows = sum(bool(re.fullmatch(r"(Review|Sample) \d+", one.question)) for one in result)
@@ -47,15 +47,15 @@ def test_facts_are_asked_for_as_often_as_numbered_rows(form: str) -> None:
     assert len({one.question for one in result if not one.question[-1].isdigit()}) >= 7
 
 
-def test_a_completion_goes_on_as_the_text_does() -> None:
-    for one in some("squad"):
+def test_completion_continues_the_text() -> None:
+    for one in draw_items("squad"):
         town = re.search(r"\b[A-Z][a-z]+(?=\b.*$)", one.question.replace("The ", ""))
         assert town is not None and town[0] in one.text
         assert one.answers[0] in one.text
 
 
 def test_a_difference_is_one_of_two_numbers_of_the_text() -> None:
-    for one in some("drop"):
+    for one in draw_items("drop"):
         requested = re.fullmatch(
             r"How many more points did (\w+) score than (\w+) in round (\d+)\?", one.question
         )
@@ -71,7 +71,7 @@ def test_a_difference_is_one_of_two_numbers_of_the_text() -> None:
 
 @pytest.mark.parametrize("form", ["triviaqa", "nq"])
 def test_questions_are_answered_by_the_paragraph_of_their_town(form: str) -> None:
-    for one in some(form, 1500):
+    for one in draw_items(form, 1500):
         requested = one.question.lower()
         (paragraph,) = (x for x in one.text.splitlines() if x.split()[0].lower() in requested)
         assert one.answers[0] in paragraph

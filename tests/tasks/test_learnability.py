@@ -1,4 +1,4 @@
-"""The five maps: what each output depends on, and the attention by a plain loop."""
+"""The five maps: the inputs of each output, and the attention by a plain loop."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def draw(name: str, seed: int = 0, **sizes: int):
 
 
 def weights(seed: int, length: int = 24, d: int = 6):
-    """The numbers of the same generator, in order: inputs, the network, q, k and v."""
+    """Return the numbers of one generator, in order: inputs, the network, q, k and v."""
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(2, length, d, generator=g, dtype=torch.float64)
     return x, [torch.randn(2, d, d, generator=g, dtype=torch.float64) / d**0.5 for _ in range(5)]
@@ -36,18 +36,18 @@ def test_low_rank_maps_are_linear_of_that_rank() -> None:
         assert torch.linalg.matrix_rank(W, rtol=1e-8) == 2
 
 
-def test_mlp_maps_each_input_alone() -> None:
-    x, (up, down, *_) = weights(3)
+def test_mlp_maps_inputs_separately() -> None:
+    x, (up_proj, down, *_) = weights(3)
     result = draw("mlp", seed=3)
     for row in range(2):
         for t in range(24):
-            by_hand = gelu(x[row, t] @ up[row]) @ down[row]
+            by_hand = gelu(x[row, t] @ up_proj[row]) @ down[row]
             torch.testing.assert_close(result.outputs[row, t], by_hand, atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize(("name", "window"), [("attention", 24), ("sliding", 4)])
 def test_attention_by_a_loop(name: str, window: int) -> None:
-    x, (up, down, wq, wk, wv) = weights(5)
+    x, (up_proj, down, wq, wk, wv) = weights(5)
     result = draw(name, seed=5)
     inputs = draw("attention_inputs", seed=5)
     assert torch.equal(result.inputs, x)
@@ -57,7 +57,7 @@ def test_attention_by_a_loop(name: str, window: int) -> None:
             scores = {i: float(q[t] @ k[i]) / 6**0.5 for i in range(max(0, t - window + 1), t + 1)}
             total = sum(math.exp(s) for s in scores.values())
             a = sum(math.exp(s) / total * v[i] for i, s in scores.items())
-            out = gelu(a @ up[row]) @ down[row]
+            out = gelu(a @ up_proj[row]) @ down[row]
             torch.testing.assert_close(result.outputs[row, t], out, atol=1e-10, rtol=0)
             if name == "attention":
                 torch.testing.assert_close(inputs.inputs[row, t], a, atol=1e-10, rtol=0)

@@ -56,7 +56,7 @@ def test_recalls_train_on_every_next_token() -> None:
     for config in (MadRecall(), MadRecall(vocab=32, noise=0.4, noise_vocab=16), MadFuzzy()):
         for tokens, answers in rows(config, "train"):
             assert answers[:-1] == tokens[1:]
-        # The same draw, told what to answer.
+        # The same draw with the requested labels.
         test = list(rows(config, "test"))
         train = list(rows(config, "train"))
         if isinstance(config, MadRecall):
@@ -65,11 +65,11 @@ def test_recalls_train_on_every_next_token() -> None:
                 assert all(a in (IGNORE, b) for a, b in zip(requested, following, strict=True))
 
 
-def test_noise_has_the_share_asked_for() -> None:
+def test_noise_has_the_requested_fraction() -> None:
     config = MadRecall(vocab=32, noise=0.4, noise_vocab=16)
     inputs, _ = mad(config, 400, torch.Generator().manual_seed(0))
     noisy = (inputs[:, :-1:2] >= 16).double()
-    pairs = noisy.shape[1]  # 63, one of which never is noise
+    pairs = noisy.shape[1]  # 63, one of which is never noise
     expected = 0.4 * (pairs - 1) / pairs
     assert abs(float(noisy.mean()) - expected) < 5 * (0.24 / noisy.numel()) ** 0.5
 
@@ -83,7 +83,7 @@ def test_fuzzy_recall_is_solved_by_a_dictionary_of_motifs(config: MadFuzzy, spli
         assert len(tokens) == config.length
         line = [*tokens, answers[-1]]  # the last answer is the token after the last
         start = next(i for i, token in enumerate(line) if token != fill)
-        labels = [IGNORE, *answers]  # beside the token that is asked for
+        labels = [IGNORE, *answers]  # next to the requested token
         memory: dict[tuple[int, ...], tuple[int, ...]] = {}
         at = start
         while at < len(line):
@@ -110,7 +110,7 @@ def test_sizes_of_motifs_are_uniform() -> None:
     for tokens, _ in rows(MadFuzzy(vocab=64, length=128), "train", batch=60):
         line = [t for t in tokens if t != 63]
         run = 0
-        for token in line[:90]:  # far from the end, where the length is what counts
+        for token in line[:90]:  # far from the end, which depends on the length
             if token < 31:
                 run += 1
             elif run:
@@ -145,7 +145,7 @@ def test_copying_is_solved_by_skipping_blanks() -> None:
         assert answers == [IGNORE] * (sign + 1) + copied
 
 
-def test_compression_asks_for_everything() -> None:
+def test_compression_labels_every_token() -> None:
     for tokens, answers in rows(MadCompression(vocab=5, length=9), "train"):
         assert answers == tokens
         assert tokens[-1] == 4

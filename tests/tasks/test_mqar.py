@@ -51,7 +51,7 @@ def test_one_seed_gives_one_batch(generator: torch.Generator) -> None:
 
 
 def test_the_first_query_slot_follows_the_power_law(generator: torch.Generator) -> None:
-    # With one pair there is one draw, so its distribution is the power law itself.
+    # With one pair there is one draw, so its distribution is the power law.
     config = MqarConfig(vocab=8, pairs=1, length=22, power=0.01)
     draws = 20_000
     _, labels = mqar(config, draws, generator)

@@ -1,4 +1,4 @@
-"""Needles: found again by a regular expression, at the depth drawn, in text of the exact length."""
+"""Needles are found by a regular expression, at the drawn depth, in text of the exact length."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def test_a_regular_expression_finds_the_value(name: str, length: int) -> None:
     inputs, labels = needles(config, HAY, 12, torch.Generator().manual_seed(length))
     assert inputs.shape == labels.shape == (12, length - 1)
     for prompt, tokens, answers in zip(prompts, inputs.tolist(), labels.tolist(), strict=True):
-        said = NEEDLE.findall(prompt.text)
-        assert len(said) == 1, "one needle"
-        key, value = said[0]
+        matches = NEEDLE.findall(prompt.text)
+        assert len(matches) == 1, "one needle"
+        key, value = matches[0]
         assert prompt.text.endswith(f"What is the secret of the {key}? The secret of the {key} is")
         assert prompt.answer == f"{value}."
         assert prompt.text[prompt.places[0] :].startswith(f"The secret of the {key} is {value}.")
@@ -41,7 +41,7 @@ def test_a_regular_expression_finds_the_value(name: str, length: int) -> None:
             assert str(uuid.UUID(value)) == value and uuid.UUID(value).version == 4
         else:
             assert re.fullmatch(r"[1-9]\d{6}", value)
-        # Bytes: what is asked is the answer, and the inputs before it are the text.
+        # Bytes: the answer is the label, and the inputs before it are the text.
         requested = [t for t, label in enumerate(answers) if label != IGNORE]
         assert bytes(answers[t] for t in requested).decode() == prompt.answer
         assert requested == list(range(length - 1 - len(prompt.answer), length - 1))
@@ -70,16 +70,16 @@ def test_depths_reach_from_the_beginning_to_the_end() -> None:
     depth = depth / max(p.text.index("What is the secret") - 40 for p in prompts)
     assert depth.min() == 0
     assert depth.max() > 0.95
-    # Uniform: a mean of 1/2 with a standard error of √(1/12/400), and what sentences differ.
+    # Uniform: a mean of 1/2 with a standard error of √(1/12/400), and the variation of sentences.
     assert abs(float(depth.mean()) - 0.5) < 5 * (1 / 12 / 400) ** 0.5
 
 
 def test_sentences_of_a_corpus() -> None:
     train = b"One is here. Two is there!\n\nThree stands\nalone? Four"
-    held = b"Five. six goes on."
+    heldout = b"Five. six goes on."
     corpus = TextCorpus(
         train=torch.tensor(list(train), dtype=torch.uint8),
-        heldout=torch.tensor(list(held), dtype=torch.uint8),
+        heldout=torch.tensor(list(heldout), dtype=torch.uint8),
         sha256="",
         source="a test",
     )

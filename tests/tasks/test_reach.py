@@ -1,4 +1,4 @@
-"""Reachability: labels by walking up the parents, and by AM's matrix inverse."""
+"""Reachability: labels by following the parents, and by AM's matrix inverse."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from recollect.tasks import ReachConfig, reachability
 
 
 @pytest.mark.parametrize("nodes", [2, 6, 32])
-def test_walking_up_the_parents_finds_the_root(nodes: int) -> None:
+def test_following_the_parents_finds_the_root(nodes: int) -> None:
     result = reachability(ReachConfig(nodes=nodes), 7, torch.Generator().manual_seed(nodes))
     assert result.x.shape == (7, nodes, nodes)
     for parents, labels, x in zip(

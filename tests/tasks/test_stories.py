@@ -1,4 +1,4 @@
-"""Stories: answered by reading the sentences, with logic that knows nothing of the simulator."""
+"""Stories are answered by reading the sentences, with logic that does not use the simulator."""
 
 from __future__ import annotations
 
@@ -53,28 +53,28 @@ STEP = {"north": (0, 1), "south": (0, -1), "east": (1, 0), "west": (-1, 0)}
 
 
 def backwards(fact: str) -> str:
-    """The same relation, told from the other place."""
+    """Return the relation from the other place."""
     _, a, _, d, *_, b = words(fact)
     return f"The {b} is {BACKWARDS[d]} of the {a}."
 
 
-def solve_relation(facts: list[str], asked: list[str]) -> str:
+def solve_relation(facts: list[str], question: list[str]) -> str:
     result = set()
     for fact in [*facts, *(backwards(x) for x in facts if words(x)[2] == "is")]:
-        told = words(fact)
-        if told[2] == "is":  # The a is d of the b
-            a, d, b = told[1], told[3], told[-1]
-            if asked[-2] == "the" and asked[2] == d and asked[-1] == b:
-                result.add(a)  # What is d of the b
-            if asked[-1] == "of" and asked[3] == a and asked[4] == d:
-                result.add(b)  # What is the a d of
-        elif told[1] == "gave":  # a gave the b to c
-            a, b, c = told[0], told[3], told[-1]
-            if asked[1] == "gave" and (asked[3], asked[-1]) == (b, c):
+        parts = words(fact)
+        if parts[2] == "is":  # The a is d of the b
+            a, d, b = parts[1], parts[3], parts[-1]
+            if question[-2] == "the" and question[2] == d and question[-1] == b:
+                result.add(a)  # A question: place in direction d of b
+            if question[-1] == "of" and question[3] == a and question[4] == d:
+                result.add(b)  # A question: direction of a from b
+        elif parts[1] == "gave":  # a gave the b to c
+            a, b, c = parts[0], parts[3], parts[-1]
+            if question[1] == "gave" and (question[3], question[-1]) == (b, c):
                 result.add(a)
-            if asked[1] == "did" and (asked[2], asked[-1]) == (a, c):
+            if question[1] == "did" and (question[2], question[-1]) == (a, c):
                 result.add(b)
-            if asked[1] == "got" and (asked[3], asked[-1]) == (b, a):
+            if question[1] == "got" and (question[3], question[-1]) == (b, a):
                 result.add(c)
     assert len(result) == 1, "one answer"
     return result.pop()
@@ -89,20 +89,20 @@ def test_readers_find_the_answer(task: int, facts: int) -> None:
         assert len(story.facts) == (2 if task == 4 else facts)
         assert solve(list(story.facts), story.question) == story.answer
         answers.add(story.answer)
-        kept = sorted(story.supports)
-        assert list(story.supports) == kept
-        assert kept[-1] < len(story.facts)
+        supports = sorted(story.supports)
+        assert list(story.supports) == supports
+        assert supports[-1] < len(story.facts)
     assert len(answers) > 3, "different answers"
 
 
-def test_one_place_is_in_the_direction_that_is_asked_for() -> None:
-    """On a map that the two relations draw, a step each, no other place lies straight there."""
+def test_one_place_is_in_the_direction_of_the_question() -> None:
+    """On a map in which each relation is one step, no other place is in this direction."""
     kinds = set()
     for story in stories(StoryConfig(task=4), 400, torch.Generator().manual_seed(4)):
-        told = [words(fact) for fact in story.facts]
-        at = {told[0][-1]: (0, 0)}
-        for _ in told:  # twice, as the second may have to be known first
-            for one in told:
+        facts = [words(fact) for fact in story.facts]
+        at = {facts[0][-1]: (0, 0)}
+        for _ in facts:  # twice, since the second may have to be known first
+            for one in facts:
                 (x, y), a, b = STEP[one[3]], one[1], one[-1]
                 if b in at:
                     at.setdefault(a, (at[b][0] + x, at[b][1] + y))
@@ -110,29 +110,31 @@ def test_one_place_is_in_the_direction_that_is_asked_for() -> None:
                     at.setdefault(b, (at[a][0] - x, at[a][1] - y))
         assert len(at) == 3
         requested = words(story.question)
-        of_it = requested[-1] != "of"  # What is d of the b; else: what is the a d of
-        where, d = (
+        of_it = requested[-1] != "of"  # place in direction d of b, or else direction of a from b
+        target, d = (
             (requested[-1], requested[2]) if of_it else (requested[3], BACKWARDS[requested[4]])
         )
-        (x, y), (east, north) = at[where], STEP[d]
+        (x, y), (east, north) = at[target], STEP[d]
         straight = {
             place
             for place, (u, v) in at.items()
             if (u - x) * east + (v - y) * north > 0 and (u - x) * north == (v - y) * east
         }
         assert straight == {story.answer}, (story.facts, story.question)
-        kinds.add((of_it, story.supports, len({one[3] for one in told})))
+        kinds.add((of_it, story.supports, len({one[3] for one in facts})))
     assert len(kinds) == 8, "both questions, of both relations, of one direction and of two"
 
 
-@pytest.mark.parametrize(("task", "most"), [(1, 1), (2, 2), (3, 4), (4, 1), (5, 1)])
-def test_the_supporting_facts_are_enough(task: int, most: int) -> None:
-    """They alone give the answer. A thing that was left needs who left it, and no taking."""
+@pytest.mark.parametrize(("task", "maximum"), [(1, 1), (2, 2), (3, 4), (4, 1), (5, 1)])
+def test_the_supporting_facts_are_enough(task: int, maximum: int) -> None:
+    """Only these facts are needed. A left object needs the fact that it was left."""
     for story in stories(StoryConfig(task=task, facts=10), 80, torch.Generator().manual_seed(9)):
         facts = [story.facts[i] for i in story.supports]
-        assert 1 <= len(facts) <= most
-        left = [fact for fact in facts if " left " in fact]
-        if left:  # say the same with "took", which the reader understands without its beginning
+        assert 1 <= len(facts) <= maximum
+        leaving = [fact for fact in facts if " left " in fact]
+        if (
+            leaving
+        ):  # the fact with "took" instead, which the reader understands without its beginning
             facts = [fact.replace(" left ", " took ") for fact in facts]
         assert solve(facts, story.question) == story.answer
 

@@ -10,7 +10,7 @@ from recollect.tasks.swaps import position_pairs
 
 
 @pytest.mark.parametrize("items", [2, 3, 5, 9])
-def test_labels_are_who_stands_first(items: int) -> None:
+def test_labels_are_the_first_item(items: int) -> None:
     config = SwapConfig(items=items, length=12)
     inputs, labels = swap_batch(config, 6, torch.Generator().manual_seed(items))
     pairs = [(i, j) for i in range(items) for j in range(i + 1, items)]
@@ -31,8 +31,8 @@ def test_the_published_defaults() -> None:
 def test_swaps_are_uniform_and_so_is_the_end() -> None:
     config = SwapConfig(items=3, length=24)
     inputs, labels = swap_batch(config, 4000, torch.Generator().manual_seed(0))
-    for drawn in (inputs[:, 5], labels[:, -1]):
-        share = drawn.bincount(minlength=3).double() / 4000
+    for values in (inputs[:, 5], labels[:, -1]):
+        share = values.bincount(minlength=3).double() / 4000
         assert (share - 1 / 3).abs().max() < 5 * (2 / 9 / 4000) ** 0.5  # five standard errors
 
 

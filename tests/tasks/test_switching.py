@@ -1,4 +1,4 @@
-"""Switching autoregression: the recursion, its noise and what is to be forecast."""
+"""Switching autoregression: the recursion, its noise and the forecast."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from recollect.tasks import SwitchingConfig, switching
 
 
-def quiet(**changes: object) -> SwitchingConfig:
+def noiseless(**changes: object) -> SwitchingConfig:
     return SwitchingConfig(**({"size": 6, "length": 16} | changes))  # type: ignore[arg-type]
 
 
@@ -20,8 +20,8 @@ def draw(config: SwitchingConfig, batch: int = 3, seed: int = 0):
 
 def test_keys_follow_the_recursion_and_values_are_the_next_keys() -> None:
     """Without noise after the start there is only decay: 0.9 for t < T/4, then 0.999."""
-    result = draw(quiet(noise=1e-9, start="step"))
-    noisy = draw(quiet(noise=1e-9, start="stationary"))
+    result = draw(noiseless(noise=1e-9, start="step"))
+    noisy = draw(noiseless(noise=1e-9, start="stationary"))
     for data in (result, noisy):
         for row in range(3):
             for t in range(16):
@@ -33,7 +33,7 @@ def test_keys_follow_the_recursion_and_values_are_the_next_keys() -> None:
     # The steps ε = (k_{t+1} − a_t k_t)/σ of the same generator do not depend on a.
     steps = {}
     for early, late in ((0.9, 0.999), (0.3, 0.5)):
-        data = draw(quiet(early_scale=early, late_scale=late, start="step"))
+        data = draw(noiseless(early_scale=early, late_scale=late, start="step"))
         rows = []
         for t in range(1, 17):  # k_1 is index 0
             a = early if t < 16 / 4 else late
@@ -44,10 +44,10 @@ def test_keys_follow_the_recursion_and_values_are_the_next_keys() -> None:
 
 @pytest.mark.parametrize("length", [4, 5, 16, 18, 256])
 def test_the_switch_is_at_a_quarter(length: int) -> None:
-    assert quiet(length=length).switch_time == sum(t < length / 4 for t in range(1, length + 1))
+    assert noiseless(length=length).switch_time == sum(t < length / 4 for t in range(1, length + 1))
 
 
-def test_noise_has_the_covariance_asked_for() -> None:
+def test_noise_has_the_requested_covariance() -> None:
     config = SwitchingConfig(size=4, length=4000, early_scale=0.0, late_scale=0.0, correlation=0.3)
     noise = draw(config, batch=5).k.flatten(0, 1) / config.noise
     count = noise.shape[0]
@@ -76,7 +76,7 @@ def test_the_start_is_stationary() -> None:
 
 
 def test_losses() -> None:
-    data = draw(quiet())
+    data = draw(noiseless())
     assert torch.equal(data.loss(data.target), torch.zeros(3, 16).double())
     torch.testing.assert_close(data.loss(torch.zeros_like(data.v)), torch.ones(3, 16).double())
     by_hand = [float(((data.v[0, t + 1] - data.v[0, t]) ** 2).sum()) for t in range(15)]
@@ -96,4 +96,4 @@ def test_losses() -> None:
 )
 def test_bad_numbers_are_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        quiet(**changes)
+        noiseless(**changes)

@@ -65,9 +65,7 @@ class TestDefaultText:
         assert 0.03 < len(heldout) / (len(train) + len(heldout)) < 0.07
 
     @pytest.mark.slow
-    def test_gathering_it_imports_nothing_and_is_repeatable(
-        self, default_corpus: TextCorpus
-    ) -> None:
+    def test_gathering_is_repeatable_without_imports(self, default_corpus: TextCorpus) -> None:
         initial = set(sys.modules)
         _default_corpus.cache_clear()
         assert load_text().sha256 == default_corpus.sha256
@@ -88,7 +86,7 @@ class TestDefaultText:
         unigram = float(-(share * share.log2()).sum())
         assert 3.0 < bigram_bits_per_byte(default_corpus) < unigram - 0.5
 
-    def test_its_name_says_what_it_is(self, default_corpus: TextCorpus) -> None:
+    def test_name_describes_the_text(self, default_corpus: TextCorpus) -> None:
         assert "Python" in default_corpus.source
         assert torch.__version__ in default_corpus.source
         assert "held out" in repr(default_corpus)
@@ -134,11 +132,11 @@ class TestOwnFile:
 
     def test_repeats_are_dropped_before_the_split(self, tmp_path: Path) -> None:
         paragraphs = some_paragraphs(400)
-        once, thrice = tmp_path / "once.txt", tmp_path / "thrice.txt"
-        once.write_text("\n\n".join(paragraphs), "utf-8")
+        single, triple = tmp_path / "once.txt", tmp_path / "thrice.txt"
+        single.write_text("\n\n".join(paragraphs), "utf-8")
         shouted = [p.upper() + " 17!" for p in paragraphs]
-        thrice.write_text("\r\n\r\n".join([*paragraphs, *shouted, *paragraphs]), "utf-8")
-        assert load_text(once).sha256 == load_text(thrice).sha256
+        triple.write_text("\r\n\r\n".join([*paragraphs, *shouted, *paragraphs]), "utf-8")
+        assert load_text(single).sha256 == load_text(triple).sha256
 
     def test_a_paragraphs_part_does_not_depend_on_the_others(self, tmp_path: Path) -> None:
         paragraphs = some_paragraphs(800)
@@ -176,7 +174,7 @@ class TestOwnFile:
             (b"The same again.\n\n" * 10_000, "too short: without repeated"),
         ],
     )
-    def test_what_cannot_be_split_is_refused(
+    def test_indivisible_texts_are_refused(
         self, tmp_path: Path, content: bytes, message: str
     ) -> None:
         path = tmp_path / "bad.txt"
@@ -209,7 +207,7 @@ class TestBigram:
         assert math.isclose(total, 1, rel_tol=1e-9)
 
     def test_the_heldout_part_does_not_choose_the_smoothing(self) -> None:
-        # Two held-out texts; the price of the pair "xy" may not depend on what else is held out.
+        # Two held-out texts; the cost of the pair "xy" must not depend on the other held-out text.
         train = bytes(random.Random(0).choices(b"xyz", k=5000))
         single = bigram_bits_per_byte(corpus_of(train, b"xy"))
         thrice = bigram_bits_per_byte(corpus_of(train, b"xyxyxy\xff\xff\xff\xff\xff"))

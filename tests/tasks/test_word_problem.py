@@ -16,7 +16,7 @@ from recollect.tasks.word_problem import cayley_table, permutations
 
 @pytest.mark.parametrize("items", [1, 2, 3, 4])
 def test_labels_are_running_products(items: int) -> None:
-    """Three (or n) items are moved one permutation after the other."""
+    """Three (or n) items are moved by one permutation after another."""
     config = WordConfig(items=items, length=9)
     inputs, labels = word_batch(config, 5, torch.Generator().manual_seed(1))
     group = permutations(items)
@@ -25,7 +25,7 @@ def test_labels_are_running_products(items: int) -> None:
     assert bool((labels[:, 0] == IGNORE).all())
     assert config.vocab == len(group) + 1
     for word, answers in zip(inputs[:, 1:].tolist(), labels[:, 1:].tolist(), strict=True):
-        places = list(range(items))  # where item i is now
+        places = list(range(items))  # position of item i
         for p, answer in zip(word, answers, strict=True):
             places = [group[p][place] for place in places]
             assert group[answer] == tuple(places)
@@ -33,7 +33,7 @@ def test_labels_are_running_products(items: int) -> None:
 
 @pytest.mark.parametrize(("name", "size"), [("parity", 2), ("S3", 6), ("A4", 12), ("A5", 60)])
 def test_named_groups(name: str, size: int) -> None:
-    """Items moved by hand, one permutation after the other; even ones only in Aₙ."""
+    """Items moved by hand, by one permutation after another; even ones only in Aₙ."""
     config = word_config(name, length=7)
     group = permutations(config.items, config.group)
     assert len(group) == size == config.vocab - 1
@@ -68,12 +68,12 @@ def test_products_are_a_group() -> None:
     assert all(set(column) == everything for column in table.T.tolist())
     assert table[0].tolist() == table[:, 0].tolist() == list(range(6))
     assert not torch.equal(table, table.T)  # S₃ does not commute
-    left = table[table]  # (g h) k
+    first = table[table]  # (g h) k
     right = torch.stack([table[g][table] for g in range(6)])  # g (h k)
-    assert torch.equal(left, right)
+    assert torch.equal(first, right)
 
 
-def test_words_depend_on_the_generator_alone() -> None:
+def test_words_depend_on_the_generator_only() -> None:
     config = WordConfig()
     one, two, other = (word_batch(config, 4, torch.Generator().manual_seed(s)) for s in (3, 3, 4))
     assert torch.equal(one[0], two[0])
@@ -86,7 +86,7 @@ def test_empty_words_are_refused() -> None:
 
 
 class Tracker(nn.Module):
-    """Embedding, one memory layer, a linear answer."""
+    """Embedding, one memory layer, and a linear readout."""
 
     def __init__(self, steps: int, vocab: int, width: int = 32, heads: int = 2) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class Tracker(nn.Module):
         recipe = preset.recipe.replace(
             algorithm=rc.algorithm.GradientDescent(updates_per_token=steps)
         )
-        # A swap of i and j is a reflection along e_i − e_j, whose signs SiLU would take away.
+        # A swap of i and j is a reflection along e_i − e_j, whose signs SiLU would remove.
         options = replace(preset.options, conv_size=0, conv_activation="none")
         self.embed = nn.Embedding(vocab, width)
         self.layer = rc.MemoryLayer(width, heads, recipe, options)
@@ -106,7 +106,7 @@ class Tracker(nn.Module):
 
 
 def trained(steps: int, *, updates: int = 400, seed: int = 0) -> Tensor:
-    """Accuracy by permutation, at the end of words twice as long as those of the training."""
+    """Return accuracy by permutation, at the end of words of twice the training length."""
     torch.manual_seed(seed)
     g = torch.Generator().manual_seed(seed)
     config = WordConfig(length=16)
@@ -132,7 +132,7 @@ def trained(steps: int, *, updates: int = 400, seed: int = 0) -> Tensor:
 
 @pytest.mark.slow
 def test_two_steps_learn_s3_and_one_does_not() -> None:
-    """Rates to 2 make reflections, two of them every permutation of three items."""
+    """Rates to 2 make reflections, two of which make every permutation of three items."""
     two = trained(2)
     assert float(two.min()) > 0.95, two
     one = trained(1)

@@ -1,4 +1,4 @@
-"""Pairs stored exactly: counts, and fits that reach them and no more."""
+"""Exactly stored pairs: counts, and fits that reach them and no more."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def test_polynomials_store_all_their_monomials(degree: int, K: int) -> None:
     assert capacity_bound(recipe, K, 2).pairs == count
     assert feature_rank(recipe, K) == count
     assert capacity(lambda n: fit_error(recipe, n, K=K, V=2), max_pairs=count + 9) == count
-    lost = math.comb(K + degree - 2, degree - 2) if degree > 1 else 0
+    missing = math.comb(K + degree - 2, degree - 2) if degree > 1 else 0
     unit = capacity(lambda n: fit_error(recipe, n, K=K, V=2, unit=True), max_pairs=count + 9)
-    assert unit == feature_rank(recipe, K, unit=True) == count - lost
+    assert unit == feature_rank(recipe, K, unit=True) == count - missing
 
 
 def test_repeated_monomials_do_not_count() -> None:
@@ -53,21 +53,21 @@ def test_kernels_store_every_pair() -> None:
 
 
 def test_a_deep_memory_stores_more_than_a_matrix_of_its_keys() -> None:
-    """And no more than its weights count, which is far below ATLAS's K V pairs at this width."""
+    """And no more than its number of weights, far below ATLAS's K V pairs at this width."""
     recipe = rc.Recipe(memory=rc.memory.MLP(depth=2, expansion=2, residual=False))
     K = V = 3
     bound = capacity_bound(recipe, K, V)
     assert (bound.pairs, bound.exact) == (2 * 3 * 6 // 3, False)  # 36 weights
     assert fit_error(recipe, K + 3, K=K, V=V) < 1e-4
     assert fit_error(recipe, int(bound.pairs) + 1, K=K, V=V) > 1e-3
-    # Counting against theorem 1's lower bound K V: at the width 2K of this memory it is larger as
-    # soon as K > 4, whatever the constant below 1 that is chosen for a given K.
+    # Counting against theorem 1's lower bound K V: for the width 2K of this memory the bound is
+    # larger for every K > 4, with any constant below 1.
     wide = capacity_bound(recipe, 64, 64)
     assert wide.pairs == 256 < 64 * 64
     assert atlas_upper_bound([6, 3], 3, 3) == 9 * 6 * 3
 
 
-def test_what_is_written_once() -> None:
+def test_single_writes() -> None:
     """With orthonormal keys and steps of 1 the delta rule recalls K pairs, with others fewer."""
     recipe = rc.Recipe()
     step = {"lr": 1.0}
@@ -83,7 +83,7 @@ def test_what_is_written_once() -> None:
         error(7)
 
 
-def test_softmax_recalls_sharp_keys_and_has_nothing_to_fit() -> None:
+def test_softmax_recalls_sharp_keys_without_a_fit() -> None:
     kernel = rc.features.Exponential(temperature=0.02)
     recipe = rc.zoo.get("softmax_attention").recipe.replace(
         context=rc.context.KernelWeighted(kernel=kernel)

@@ -1,4 +1,4 @@
-"""The page about theory: its numbers are what the functions give."""
+"""The page about theory: its numbers equal the results of the functions."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def test_numbers_on_the_page() -> None:
 
 
 def test_every_function_is_on_the_page() -> None:
-    told = {*rc.theory.__all__} - {
+    names = {*rc.theory.__all__} - {
         "Capacity", "Conditioning", "KernelName", "Loss", "Margin", "findings", "linearized",
         "memory_losses", "recipe_kernel", "atlas_upper_bound", "GeneralForm",
     }  # fmt: skip
-    assert not {name for name in told if name not in PAGE}
+    assert not {name for name in names if name not in PAGE}

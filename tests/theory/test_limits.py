@@ -1,4 +1,4 @@
-"""What is left of the context: S*, how DeltaNet's memory nears it, and softmax's last updates."""
+"""The limit of the context: S*, convergence of DeltaNet's memory, and softmax's last updates."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def steps(T: int, heads: int, rate: float) -> dict[str, torch.Tensor]:
 
 
 def test_the_best_memory_is_a_minimum() -> None:
-    """AM 46 against autograd on the mean loss of the sample whose moment it is given."""
+    """AM 46 against autograd on the mean loss of the sample whose moment is the argument."""
     for heads, size in ((1, 4), (3, 2)):
         w_k, w_v = weights(heads, size, 4)
         x = inputs(50, 4)
@@ -39,7 +39,7 @@ def test_the_best_memory_is_a_minimum() -> None:
         assert gradient.abs().max() < 1e-12
 
 
-def test_one_head_has_one_best_memory_whatever_the_data() -> None:
+def test_best_memory_of_one_head_is_unique() -> None:
     """AM 47; and AM 48, its form with pseudo-inverses, is not AM 46 when heads are small."""
     w_k, w_v = weights(1, 4, 4)
     one, two = (x.T @ x for x in (inputs(60, 4, seed=1), inputs(60, 4, seed=2)))
@@ -53,12 +53,12 @@ def test_one_head_has_one_best_memory_whatever_the_data() -> None:
     assert (printed - best_memory(w_k, w_v, one)).abs().max() > 0.05
 
 
-def test_delta_net_converges_with_one_head_and_wanders_with_small_ones() -> None:
+def test_delta_net_converges_with_one_head_only() -> None:
     T = 3000
     x = inputs(T, 4)
     at = [100, 300, 1000, 2000, 3000]
     w_k, w_v = weights(1, 4, 4)
-    w_k = torch.linalg.qr(w_k).Q  # no slow direction beside those of the inputs
+    w_k = torch.linalg.qr(w_k).Q  # no slow direction in addition to those of the inputs
     one = relative_distance(rc.Recipe(), x, w_k, w_v, at=at, gates=steps(T, 1, 0.3))[:, 0]
     assert one[0] > 1e-3 > 1e-4 > one[1] > one[2]
     assert one[2:].max() < 1e-12, "nothing but rounding is left"
@@ -70,7 +70,7 @@ def test_delta_net_converges_with_one_head_and_wanders_with_small_ones() -> None
     assert small[-1].mean() < heads[-1].mean(), "smaller steps wander less"
 
 
-def test_pieces_do_not_matter() -> None:
+def test_pieces_equal_one_call() -> None:
     x = inputs(60, 4)
     all_at = relative_distance(rc.Recipe(), x, *weights(1, 4, 4), at=[60], gates=steps(60, 1, 0.2))
     pieces = relative_distance(
@@ -80,7 +80,7 @@ def test_pieces_do_not_matter() -> None:
 
 
 def test_softmax_updates_by_finite_features() -> None:
-    """The same norms from the memory itself: exp's features up to order 39 of keys of size 1."""
+    """The memory has these norms: exp's features up to order 39 of keys of size 1."""
     g = torch.Generator().manual_seed(0)
     k = torch.randn(30, 1, generator=g, dtype=D)
     v = torch.randn(30, 3, generator=g, dtype=D)

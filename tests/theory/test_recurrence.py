@@ -1,4 +1,4 @@
-"""S_t = A S B + C: AM's table 2 by hand against what recipes do, and the objective's gradient."""
+"""S_t = A S B + C: AM's table 2 by hand against recipes, and the objective's gradient."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ R = rc.Recipe
 HEBB = {"bias": bias.DotProduct(), "algorithm": algorithm.GradientDescent(lr=1.0)}
 
 
-def drawn(recipe: rc.Recipe, seed: int = 0):
+def random_inputs(recipe: rc.Recipe, seed: int = 0):
     g = torch.Generator().manual_seed(seed)
     k = torch.randn(T, K, generator=g, dtype=torch.float64)
     v = torch.randn(T, V, generator=g, dtype=torch.float64)
@@ -68,14 +68,14 @@ TABLE = {
 
 
 def product(form) -> torch.Tensor:
-    """Aᵀ ⊗ B, which is the same whatever factor stands in A and what in B."""
+    """Return Aᵀ ⊗ B, which does not depend on the split into A and B."""
     return torch.kron(form[0].contiguous(), form[1].contiguous())
 
 
 @pytest.mark.parametrize("name", TABLE)
 def test_table_2(name: str) -> None:
     recipe, by_hand = TABLE[name]
-    k, v, gates = drawn(recipe)
+    k, v, gates = random_inputs(recipe)
     forms = general_form(recipe, k, v, gates=gates)
     S = torch.zeros(V, K, dtype=torch.float64)
     for t, form in enumerate(forms):
@@ -88,10 +88,10 @@ def test_table_2(name: str) -> None:
         torch.testing.assert_close(form.current, S, atol=1e-10, rtol=0)
 
 
-def test_one_side_is_the_identity_where_it_can_be() -> None:
+def test_one_side_is_the_identity_if_possible() -> None:
     for name, side in (("DeltaNet", "A"), ("gated linear attention, over values", "B")):
         recipe, _ = TABLE[name]
-        k, v, gates = drawn(recipe)
+        k, v, gates = random_inputs(recipe)
         form = general_form(recipe, k, v, gates=gates)[2]
         one = getattr(form, side)
         torch.testing.assert_close(one, eye(len(one)), atol=1e-10, rtol=0)
@@ -100,7 +100,7 @@ def test_one_side_is_the_identity_where_it_can_be() -> None:
 def test_momentum_of_the_write_is_in_c() -> None:
     """AM: C_t = η_t C_{t−1} + β_t v_t k_tᵀ, and the erasure is DeltaNet's."""
     recipe = R(algorithm=algorithm.Momentum(momentum_on="value"))
-    k, v, gates = drawn(recipe)
+    k, v, gates = random_inputs(recipe)
     C = torch.zeros(V, K, dtype=torch.float64)
     for t, form in enumerate(general_form(recipe, k, v, gates=gates)):
         theta, lr = gates["momentum"][0, t, 0], gates["lr"][0, t, 0]
@@ -124,7 +124,7 @@ def test_several_associations_are_one_step() -> None:
 @pytest.mark.parametrize("name", TABLE)
 def test_the_objective_s_step_is_the_recurrence(name: str) -> None:
     recipe, _ = TABLE[name]
-    k, v, gates = drawn(recipe, seed=1)
+    k, v, gates = random_inputs(recipe, seed=1)
     for form in general_form(recipe, k, v, gates=gates):
         assert form.symmetric
         S = torch.randn(V, K, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
@@ -137,16 +137,16 @@ def test_the_objective_s_step_is_the_recurrence(name: str) -> None:
 def test_delta_net_s_objective_is_its_regression_problem() -> None:
     """Up to ½‖v‖², which no step sees: ½‖S k − v‖² for a step of 1."""
     recipe = R(algorithm=algorithm.GradientDescent(lr=1.0))
-    k, v, _ = drawn(recipe)
+    k, v, _ = random_inputs(recipe)
     form = general_form(recipe, k, v)[3]
     S = torch.randn(V, K, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     regression = (S @ k[3] - v[3]).square().sum() / 2 - v[3].square().sum() / 2
     torch.testing.assert_close(form.objective(S), regression)
 
 
-def test_what_has_no_such_form_is_refused() -> None:
+def test_other_recipes_are_refused() -> None:
     def refused(recipe: rc.Recipe, message: str) -> None:
-        k, v, gates = drawn(recipe)
+        k, v, gates = random_inputs(recipe)
         params = rc.initial_params(recipe, H=1, K=K, V=V, dtype=torch.float64)
         with pytest.raises(rc.RecipeError, match=message):
             general_form(recipe, k, v, gates=gates, params=params)

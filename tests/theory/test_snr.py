@@ -74,7 +74,7 @@ def test_closed_forms_agree_with_recipes(kernel) -> None:
 
 
 def test_the_error_is_that_of_repeated_measurements() -> None:
-    """Forty measurements spread as their standard errors say, within what forty can tell."""
+    """Forty measurements have the spread of their standard errors, as far as forty determine it."""
     recipe, g = hebbian(rc.features.Identity()), torch.Generator().manual_seed(0)
     runs = [
         measured_inverse_snr(recipe, num_distractors=10, K=8, V=4, generator=g, trials=100)
@@ -88,7 +88,7 @@ def test_the_error_is_that_of_repeated_measurements() -> None:
     )
 
 
-def test_other_recipes_are_measured_too() -> None:
+def test_other_recipes_are_measured() -> None:
     """Least squares and softmax retrieve with less noise than the Hebbian rule."""
 
     def of(name: str, **gates: float) -> float:
@@ -163,15 +163,15 @@ def test_two_is_the_most_precise_temperature() -> None:
 def test_averaged_heads(kernel, sliced: bool) -> None:
     """Independent keys per head, shared values, the mean of what the heads read."""
     N, K, V, heads, trials = 30, 16, 8, 4, 500
-    own = K // heads if sliced else K
+    size = K // heads if sliced else K
     g = torch.Generator().manual_seed(3)
-    f = kappa(kernel, math.sqrt(own))
+    f = kappa(kernel, math.sqrt(size))
     v = torch.randn(trials, N, V, generator=g, dtype=torch.float64)
     read = torch.zeros(trials, V, dtype=torch.float64)
     for _ in range(heads):
-        x = torch.randn(trials, N, generator=g, dtype=torch.float64) * math.sqrt(own)
+        x = torch.randn(trials, N, generator=g, dtype=torch.float64) * math.sqrt(size)
         read += torch.einsum("tn,tnv->tv", f(x), v) / heads
-    noise = read.square().sum(-1) / V / float(f(torch.tensor(float(own)).double())) ** 2
+    noise = read.square().sum(-1) / V / float(f(torch.tensor(float(size)).double())) ** 2
     result = Sampled(
         value=float(noise.mean()), error=float(noise.std()) / trials**0.5, trials=trials
     )
@@ -190,7 +190,7 @@ def test_averaged_heads(kernel, sliced: bool) -> None:
         averaged_inverse_snr("linear", num_distractors=1, size=16, heads=3)
 
 
-def test_where_the_exponential_series_ends() -> None:
+def test_end_of_the_exponential_series() -> None:
     """AM's note: in half precision around the 7th to 8th order."""
     assert truncation_order(2.0, 2.0**-8) == 7
     assert truncation_order(3.0, 2.0**-8) == 8
@@ -198,11 +198,11 @@ def test_where_the_exponential_series_ends() -> None:
     for largest, tolerance in ((1.0, 1e-3), (3.0, 1e-2), (5.0, 1e-6)):
         order = truncation_order(largest, tolerance)
 
-        def left(m: int, x: float = largest) -> float:
+        def remainder(m: int, x: float = largest) -> float:
             series = sum(x**i / math.factorial(i) for i in range(m + 1))
             return (math.exp(x) - series) / math.exp(x)
 
-        assert left(order) <= tolerance < left(order - 1)
+        assert remainder(order) <= tolerance < remainder(order - 1)
     with pytest.raises(ValueError, match="tolerance > 0"):
         truncation_order(1.0, 0.0)
 

@@ -36,7 +36,7 @@ BIASES = {
 @pytest.mark.parametrize("regularizer", [squares, quartic])
 @pytest.mark.parametrize("name", BIASES)
 def test_the_two_viewpoints_agree(name: str, regularizer) -> None:
-    """To 1e-8: both are minima found to a gradient of 1e-12."""
+    """To 1e-8: both minima have a gradient below 1e-12."""
     k, v = pairs()
     losses = memory_losses(lambda p, y: BIASES[name].loss(p, y, {}), k, v)
     start = torch.zeros(V * K, dtype=torch.float64)
@@ -47,7 +47,7 @@ def test_the_two_viewpoints_agree(name: str, regularizer) -> None:
 
 
 def test_another_retention_is_another_sequence() -> None:
-    """Without the old losses in the divergence, learning–retaining forgets what FTRL keeps."""
+    """Without the old losses in the divergence, learning–retaining forgets more than FTRL."""
     k, v = pairs()
     losses = memory_losses(lambda p, y: rc.bias.L2().loss(p, y, {}), k, v)
     start = torch.zeros(V * K, dtype=torch.float64)
@@ -59,11 +59,11 @@ def test_another_retention_is_another_sequence() -> None:
         W = (old - step * torch.outer(old @ key - value, key)).flatten()
         near.append(W)
     assert (full[-1] - near[-1]).abs().max() > 1e-2
-    torch.testing.assert_close(full[0], near[0], atol=1e-9, rtol=0)  # from 0 they start alike
+    torch.testing.assert_close(full[0], near[0], atol=1e-9, rtol=0)  # from 0 they start equal
 
 
-def test_least_squares_is_ftrl_of_whole_losses() -> None:
-    """The exact solver of the library: ridge 1/η over all of the past."""
+def test_least_squares_is_ftrl_of_exact_losses() -> None:
+    """The exact solver of the library: ridge 1/η over the full past."""
     k, v = pairs()
     losses = memory_losses(lambda p, y: rc.bias.L2().loss(p, y, {}), k, v)
     result = ftrl(losses, squares, eta=0.5, start=torch.zeros(V * K, dtype=torch.float64))
@@ -90,7 +90,7 @@ def test_gradient_descent_is_ftrl_of_linearized_losses() -> None:
     torch.testing.assert_close(result, torch.stack(walked[1:]), atol=1e-9, rtol=1e-9)
 
 
-def test_what_has_no_minimum_is_refused() -> None:
+def test_losses_without_a_minimum_are_refused() -> None:
     k, v = pairs()
     losses = memory_losses(lambda p, y: rc.bias.L2().loss(p, y, {}), k, v)
     start = torch.zeros(V * K, dtype=torch.float64)

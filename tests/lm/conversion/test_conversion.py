@@ -366,9 +366,7 @@ def test_silu_and_swish_are_one_activation() -> None:
 
 
 def test_published_config_refuses(tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"converter of gla \(did you mean 'hidden_size"
-    ):
+    with pytest.raises(ValueError, match=r"converter of gla \(did you mean 'hidden_size"):
         rc.lm.published_config("gla", hidden=64)
     with pytest.raises(ValueError, match="there is no layout 'glaa'"):
         rc.lm.published_config("glaa")
