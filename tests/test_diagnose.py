@@ -85,10 +85,10 @@ def test_effective_ranks_are_those_of_the_singular_values() -> None:
 
 def test_ranks_are_measured_at_a_bounded_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, x = build("delta_net"), tokens(11)
-    every = rc.diagnose(layer, x).rank["W"]
+    ranks = rc.diagnose(layer, x).rank["W"]
     monkeypatch.setattr(sys.modules["recollect.explanation.diagnose"], "MAX_RANKS", 4)
     measured = [0, 0, 0, 3, 3, 3, 6, 6, 6, 9, 9, 11]
-    assert torch.equal(rc.diagnose(layer, x).rank["W"], every[measured])
+    assert torch.equal(rc.diagnose(layer, x).rank["W"], ranks[measured])
 
 
 @pytest.mark.parametrize("name", ["gated_delta_net", "gla", "mamba", "mamba2", "retnet"])

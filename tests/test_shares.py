@@ -44,12 +44,12 @@ def test_steps_within_the_limit_do_not_amplify_differences() -> None:
     preset = rc.zoo.get("titans")
     rate = GateOptions(unit="stability_limit", source="constant", init=1.0, high=2.0)
     gates = {**dict(preset.options.gate_options), "lr": rate}
-    made = rc.MemoryLayer(
+    module = rc.MemoryLayer(
         16, 2, preset.recipe, replace(preset.options, gate_options=gates)
     ).double()
     x, change = torch.randn(2, 1, 2048, 16, dtype=torch.float64)
     with torch.no_grad():
-        y, other = made(x)[0], made(x + 1e-10 * change)[0]
+        y, other = module(x)[0], module(x + 1e-10 * change)[0]
     assert (y - other).abs().max() < 1e-8  # 0.09 at 1.5, the rate of the preset
 
 

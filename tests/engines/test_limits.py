@@ -76,8 +76,8 @@ def as_batch(variants: list[generate.Inputs]) -> generate.Inputs:
     return variants[0].replace_tensors(joined)
 
 
-TOGETHER = pytest.mark.parametrize(
-    "together", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["one batch", "alone"]
+BATCHED = pytest.mark.parametrize(
+    "batched", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["one batch", "separate"]
 )
 
 
@@ -99,8 +99,8 @@ def agree(recipe: rc.Recipe, x: generate.Inputs) -> dict[str, Tensor]:
             noise = {n: 1e-15 * torch.randn_like(a) for n, a in x.tensors().items() if n[0] in "vi"}
             moved = x.replace_tensors({n: x.tensors()[n] + a for n, a in noise.items()})
             near = all_of(recipe, moved, engine="reference")
-            apart = errors(near, expected, len(x.q))
-            rounded = {name: max(e, apart[name]) for name, e in rounded.items()}
+            deviation = errors(near, expected, len(x.q))
+            rounded = {name: max(e, deviation[name]) for name, e in rounded.items()}
         for name in expected:
             assert wrong[name] < 10 * rounded[name], name
     return {n.removeprefix("gradient of "): a for n, a in expected.items() if "gradient" in n}
@@ -151,9 +151,9 @@ def logs(recipe: rc.Recipe) -> Iterator[str]:
 FORGETS = [name for name, r in PRESETS.items() if list(logs(r))]
 
 
-@TOGETHER
+@BATCHED
 @pytest.mark.parametrize("name", FORGETS)
-def test_a_log_of_minus_infinity(name: str, together: bool) -> None:
+def test_a_log_of_minus_infinity(name: str, batched: bool) -> None:
     recipe = PRESETS[name]
     x = inputs(recipe)
     for gate in logs(recipe):
@@ -162,7 +162,7 @@ def test_a_log_of_minus_infinity(name: str, together: bool) -> None:
             changed = x.tensors()[gate].clone()
             changed[:, EXTREME, ..., 0] = -math.inf
             variants.append(x.replace_tensors({gate: changed}))
-        for batch in [as_batch(variants)] if together else variants:
+        for batch in [as_batch(variants)] if batched else variants:
             agree(recipe, batch)
 
 
@@ -176,9 +176,9 @@ def may_be_zero(recipe: rc.Recipe) -> Iterator[str]:
             yield f"gate {gate.name}"
 
 
-@TOGETHER
+@BATCHED
 @pytest.mark.parametrize("name", generate.presets())
-def test_exact_zeros_in_every_number(name: str, together: bool) -> None:
+def test_exact_zeros_in_every_number(name: str, batched: bool) -> None:
     recipe = PRESETS[name]
     x = inputs(recipe)
     variants = [put(x, number, 0.0) for number in may_be_zero(recipe)]
@@ -186,7 +186,7 @@ def test_exact_zeros_in_every_number(name: str, together: bool) -> None:
     for number in may_be_zero(recipe):
         everything[number][:, EXTREME] = 0.0
     variants.append(x.replace_tensors(everything))
-    for batch in [as_batch(variants)] if together else variants:
+    for batch in [as_batch(variants)] if batched else variants:
         agree(recipe, batch)
     for i, a in enumerate(x.init or ()):
         agree(recipe, x.replace_tensors({f"init {i}": torch.zeros_like(a)}))

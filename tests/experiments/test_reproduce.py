@@ -135,7 +135,7 @@ def doubled(results: Results) -> Any:
 
 
 @functools.cache
-def drawn(*points: tuple[int, float]) -> RenderedFigure:
+def draw_toy(*points: tuple[int, float]) -> RenderedFigure:
     """Draw the figure of the small experiment once for equal points."""
     xs, ys = zip(*points, strict=True)
     return line_figure([Series(name="y", x=xs, y=ys)], x="x", y="y", title="toy")
@@ -152,7 +152,7 @@ def toy(measured: list[tuple[int, int]] | None = None, *, stop_at: int | None = 
         return {"y": 2.0 * cell["x"], "noise": float(torch.rand(())), "curve": [1.0, math.nan]}
 
     def draw(results: Results) -> RenderedFigure:
-        return drawn(*((x, results.mean("y", x=x)) for x in results.axis_values("x")))
+        return draw_toy(*((x, results.mean("y", x=x)) for x in results.axis_values("x")))
 
     return Experiment(
         name="toy",

@@ -184,7 +184,7 @@ def test_padding_and_documents(name: str) -> None:
     ("name", "numbers"),
     [("parallax", 0), ("stick_breaking", 0), ("path_attention", 5), ("wall_attention", 4)],
 )
-def test_states_hold_the_gates_of_each_token(name: str, numbers: int) -> None:
+def test_states_store_the_gates_of_each_token(name: str, numbers: int) -> None:
     """Keys and values of 4 channels, the gates that later queries need, and a byte of the mask."""
     mixer = layer(name)
     _, state = mixer(tokens(1))
@@ -206,18 +206,18 @@ def within(*parts: rc.context.Context) -> rc.Recipe:
 
 @METHODS
 def test_blocks_are_scored_by_keys_before_they_move(method: str) -> None:
-    """The own block of 4 and the best other one by q·mean(k_i), with logits of k_i^(t)."""
+    """The current block of 4 and the best other one by q·mean(k_i), with logits of k_i^(t)."""
     recipe = within(rc.context.KeyDecay(), rc.context.TopBlocks(size=4, top_k=2))
     gates = {"log_key_decay": LOG[:, :18]}
     y, _ = rc.recall(recipe, Q[:, :18], KEY[:, :18], X[:, :18], gates, engine=method)
     total = LOG.cumsum(1)
     for t in range(18):
-        past, own = slice(t + 1), t // 4
+        past, current = slice(t + 1), t // 4
         moved = KEY[:, past] * (total[:, t : t + 1] - total[:, past]).exp()
         block = torch.arange(t + 1) // 4
-        visible = (block == own).expand(B, H, -1)
-        if own:
-            means = KEY[:, : 4 * own].unflatten(1, (own, 4)).mean(2)
+        visible = (block == current).expand(B, H, -1)
+        if current:
+            means = KEY[:, : 4 * current].unflatten(1, (current, 4)).mean(2)
             best = torch.einsum("bhk,bnhk->bhn", Q[:, t], means).argmax(-1, keepdim=True)
             visible = visible | (block == best)
         z = torch.einsum("bhk,bihk->bhi", Q[:, t], moved) / math.sqrt(K)

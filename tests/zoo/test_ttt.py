@@ -137,7 +137,7 @@ def test_the_batch_ends_in_its_last_average(name: str, method: str) -> None:
 
 
 @METHODS
-def test_a_partial_batch_is_averaged_over_its_own_tokens(method: str) -> None:
+def test_partial_batch_is_averaged_over_its_tokens(method: str) -> None:
     """Token 37 is the fifth of its batch: with o = 0 the mean of five steps, at every split."""
     zero = torch.zeros_like(OFFSET)
     want, _ = loop("ttt_mlp", zero)
@@ -155,7 +155,7 @@ def test_a_partial_batch_is_averaged_over_its_own_tokens(method: str) -> None:
     torch.testing.assert_close(torch.cat([head, tail], 1), want, **TOL)
 
 
-def test_rows_count_their_own_tokens() -> None:
+def test_rows_count_their_tokens() -> None:
     """Padding takes no position of a batch: a row padded on the left equals the unpadded row."""
     mask = torch.ones(B, T)
     mask[0, :7] = 0
