@@ -435,7 +435,7 @@ def test_the_size_of_a_direction_has_every_derivative() -> None:
     assert torch.autograd.gradgradcheck(squared, X)
 
 
-# -- what a step of A does to W ------------------------------------------------------------------
+# -- gains of links ------------------------------------------------------------------------------
 
 GAINS = {
     "simplex over rows": retention.Simplex(scale=3.0),

@@ -1,13 +1,13 @@
-"""Parity with flash-linear-attention's plain PyTorch references, where that package is installed.
+"""Parity with flash-linear-attention's plain PyTorch references, if that package is installed.
 
-Its ``naive`` modules are loaded from their files: the package itself wants a GPU compiler. Each is
-first held against its own paper's equation, written here as a loop over tokens in float64; only
-then is ours held against both. Theirs compute in float32, so 1e-4 of the norm is rounding; ours
-against the loop is 1e-10.
+Its ``naive`` modules are loaded from their files, because the package needs a GPU compiler. Each
+module is first compared with its paper's equation, written here as a loop over tokens in float64;
+then ours is compared with both. Theirs compute in float32, so 1e-4 of the norm is rounding; ours
+equals the loop to 1e-10.
 
-What we found: the references named here compute their equations, but for two slips that are tested
-below (`test_slips_of_the_references`): a chunked HGRN that only takes sequences of one chunk, and a
-chunked RWKV-6 without the scale of its recurrent twin.
+The references used here compute their equations, with two exceptions that are tested below
+(`test_slips_of_the_references`): a chunked HGRN that accepts only sequences of one chunk, and a
+chunked RWKV-6 without the scale of its recurrent version.
 """
 
 from __future__ import annotations

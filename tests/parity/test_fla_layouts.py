@@ -1,7 +1,7 @@
-"""Layouts of flash-linear-attention against that package, where it is installed.
+"""Layouts of flash-linear-attention against that package, if it is installed.
 
-It registers its models at transformers under names such as ``mamba``, so it runs in a process of
-its own. Its kernels need a GPU; its modules can be created, saved and loaded without one.
+It registers its models at transformers under names such as ``mamba``, so it runs in a separate
+process. Its kernels need a GPU; its modules can be created, saved and loaded without one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A precision in configurations, files of runs, and what `explain` says of it."""
+"""A precision in configurations and files of runs, and its explanation."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ def test_two_is_the_most_precise_temperature() -> None:
     [("linear", True), ("linear", False), ("relu", True), ("exp", True), ("solu", True)],
 )
 def test_averaged_heads(kernel, sliced: bool) -> None:
-    """Independent keys per head, shared values, the mean of what the heads read."""
+    """Independent keys per head, shared values, and the mean of the heads' reads."""
     N, K, V, heads, trials = 30, 16, 8, 4, 500
     size = K // heads if sliced else K
     g = torch.Generator().manual_seed(3)

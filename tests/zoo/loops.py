@@ -136,7 +136,7 @@ def normalised(
     Under a norm e = M(W; k) − `project(k, v)`, and ρ is at least 0.
 
     Args:
-        sizes: c_l, by how much a step of A moves W where a link stands between them.
+        sizes: c_l, the gain of W for a step of A, if there is a link between them.
         under: whether the memory ends in `layer_norm`; `normed` does.
     """
     under = memory is normed if under is None else under
@@ -203,9 +203,9 @@ def run(
     """y_t = M(W_t; q_t) for A_t = step(A_(t−1), W°, t).
 
     Args:
-        link: W = link(A) of a map. With ``chunks`` it acts at the border of an inner batch, where
-            W° is taken; inside, what is read moves from W° by the same steps as A. Otherwise every
-            token reads link(A_t).
+        link: W = link(A) of a map. With ``chunks`` it acts at the boundary of an inner batch, which
+            sets W°; inside the batch the read weights take the steps of A, starting from W°.
+            Otherwise every token reads link(A_t).
     """
     W = R = A
     outputs = []

@@ -1,14 +1,15 @@
-"""ATLAS table 1's five properties, as its caption defines them, against the rows of the zoo.
+"""ATLAS table 1's five properties, as its caption defines them, against the presets of the zoo.
 
-* dynamic decay: what is forgotten depends on the token. A fixed rate is not dynamic (RetNet), and
-  an erasure along the key is no decay (DeltaNet, Longhorn).
-* deep memory: weights that are read through a nonlinearity.
-* nonlinear capacity: a matrix memory holds as many pairs as there are features (ATLAS propositions
-  1 and 2), so a map adds capacity beyond O(d_k) when their number grows faster than the key.
+* dynamic decay: the decay depends on the token. A fixed rate is not dynamic (RetNet), and an
+  erasure along the key is not a decay (DeltaNet, Longhorn).
+* deep memory: the read passes weights through a nonlinearity.
+* nonlinear capacity: a matrix memory stores as many pairs as there are features (ATLAS
+  propositions 1 and 2), so a map adds capacity beyond O(d_k) if their number grows faster than
+  the key.
 * locally optimal: second-order information about the tokens: exact solutions and Muon. One step
-  on one association, implicit or normalised, is none (ATLAS section 5 calls Atlas the first).
-* flexible context: a step sees more than the newest association (the Omega rule, section 3.2; and
-  attention, which keeps all).
+  on one association, implicit or normalised, has none (ATLAS section 5 calls Atlas the first).
+* flexible context: a step uses more than the newest association (the Omega rule, section 3.2; and
+  attention, which stores all).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""State-space models, RWKV, mLSTM and their kin against their papers' equations.
+"""State-space models, RWKV, mLSTM and related systems against their papers' equations.
 
-Each equation is written out as a loop over tokens, in the paper's own variables and, where the
-paper has them, in complex numbers; through `recall` for the recurrence, and through the layer where
-ties, shifts and angles are part of the system. float64, 1e-10: both sides differ by rounding only.
+Each equation is written out as a loop over tokens, in the paper's variables and, if the paper has
+them, in complex numbers. The recurrence runs through `recall`, and ties, shifts and angles through
+the layer. In float64 and to 1e-10: both sides differ by rounding.
 """
 
 from __future__ import annotations
