@@ -22,7 +22,7 @@ def test_live_tensors_are_counted_until_they_are_freed() -> None:
         y = x.view(10, 10)  # of the same storage
         assert memory.current == 800
         (y.square().sum()).backward()
-        assert memory.peak >= 1200  # a gradient beside them
+        assert memory.peak >= 1200  # a gradient next to them
         del x, y
     assert memory.current == 800  # the weight and its gradient
     memory.reset_peak()

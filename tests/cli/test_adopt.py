@@ -53,7 +53,7 @@ REFUSED = {
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a model whose type flash-linear-attention does not register anew."""
+    """Return the folder of a model whose type flash-linear-attention does not register again."""
     folder = tmp_path_factory.mktemp("falcon_mamba")
     torch.manual_seed(0)
     config = FalconMambaConfig(**SIZES, state_size=8, pad_token_id=0)

@@ -1,6 +1,6 @@
 """Parity with transformers' plain PyTorch: Mamba's scan, xLSTM's mLSTM, Griffin's RG-LRU.
 
-As for flash-linear-attention, each is first held against its own paper's equation by a loop.
+As for flash-linear-attention, each is first compared with a loop of its paper's equation.
 """
 
 from __future__ import annotations
