@@ -203,7 +203,7 @@ def test_padded_parts_of_two_processes_equal_one(tmp_path: Path) -> None:
 
     single = train(TrainPlan.from_dict(plan("one")))
     ranks = job(f"runs({ {'ddp': plan('ddp', parallel='ddp')}!r})", 2, tmp_path)
-    assert apart(tmp_path / "one/model", tmp_path / "ddp/model") < 1e-5
+    assert largest_difference(tmp_path / "one/model", tmp_path / "ddp/model") < 1e-5
     assert ranks[0]["ddp"]["loss"] == pytest.approx(single.loss, abs=1e-5)
     assert ranks[0]["ddp"]["heldout"] == pytest.approx(single.heldout_loss, abs=1e-5)
     with pytest.raises(ValueError, match=r"models of recollect, and LlamaForCausalLM is another"):

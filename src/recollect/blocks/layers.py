@@ -248,7 +248,8 @@ def memory_layers(model: object, function: str) -> dict[str, nn.Module]:
     layers: dict[str, nn.Module] = {}
     for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
         is_inside = any(not outer or name.startswith(f"{outer}.") for outer in layers)
-        if isinstance(module, InspectableLayer | MixerLayer) and not is_inside:
+        has_memory = any(isinstance(module, kind) for kind in (InspectableLayer, MixerLayer))
+        if has_memory and not is_inside:
             layers[name] = module
     if not layers:
         raise RecipeError(

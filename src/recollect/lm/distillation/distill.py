@@ -152,8 +152,9 @@ class _Distillation:
     @property
     def stages(self) -> tuple[DistillStage, ...]:
         """The finished steps."""
+        lists = ("loss", "agreement")
         return tuple(
-            DistillStage(**{k: tuple(x) if isinstance(x, list) else x for k, x in stage.items()})
+            DistillStage(**{**stage, **{name: tuple(stage[name]) for name in lists}})
             for stage in self.record["stages"]
         )
 
