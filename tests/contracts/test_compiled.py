@@ -265,7 +265,7 @@ def test_custom_members() -> None:
         algorithm=rc.algorithm.GradientDescent(batch_size=4),
     )
     torch.manual_seed(0)
-    layer, x = rc.MemoryLayer(D, 2, recipe), torch.randn(B, T, D)
+    layer, x = rc.MemoryLayer(D, 2, recipe), torch.randn(B, 6, D)
     check(run(compiled(layer), layer, x), run(layer, layer, x))
 
 

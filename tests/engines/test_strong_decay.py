@@ -162,8 +162,10 @@ def is_accepted(tokens: int, size: int, decay: float, dtype: torch.dtype, method
 )
 def test_strong_decays_are_exact_or_refused(size: int, dtype: torch.dtype, method: str) -> None:
     """Decays for which a float32 Gram matrix, or a float64 one at 0.37, has no correct digit."""
-    answered = [decay for decay in DECAYS if is_accepted(140, size, decay, dtype, method)]
-    assert answered == [a for a in DECAYS if a in answered]  # no gaps
+    # The reference solves anew at every token.
+    decays = DECAYS if method == "least_squares" else DECAYS[::2]
+    answered = [decay for decay in decays if is_accepted(140, size, decay, dtype, method)]
+    assert answered == [a for a in decays if a in answered]  # no gaps
     assert min(answered) == 0.3 if size < 32 else min(answered) <= 0.61
 
 

@@ -102,7 +102,7 @@ def decoded(name: str) -> dict[str, object]:
             return {"name": name, "refused": str(error)}
         _, cpu_state = stepped(cpu, x, None)
         far, launches = 0.0, 0
-        more = decoder.warmup_tokens + 3 * decoder.period + MORE if slots is None else SLOTS - 3
+        more = decoder.warmup_tokens + 2 * decoder.period + MORE if slots is None else SLOTS - 3
         for _ in range(more):
             x = drawn(1)
             y, cpu_state = stepped(cpu, x, cpu_state)

@@ -115,6 +115,11 @@ def test_a_state_replaces_only_a_state(saved: Path, tmp_path: Path) -> None:
         run(saved, *TOKENS, "--prompt", prompt, "--save-state", tmp_path / "state")
 
 
+@pytest.mark.parametrize(
+    "saved",
+    ["gated_delta_net", pytest.param("softmax_attention", marks=pytest.mark.slow)],
+    indirect=True,
+)
 def test_a_prompt_is_read_from_what_is_piped_in(saved: Path) -> None:
     """As it would be given; a terminal is not read, and an option comes before a pipe."""
 
