@@ -109,5 +109,6 @@ def project_to_norm_range(offset: Tensor, weight: Tensor, *, centred: bool) -> T
     inverse = (y + (size.sqrt() - _mean(squares * y) / size).relu()).reciprocal()
     s = x * inverse
     if centred:
-        s = torch.addcmul(s, inverse, _mean(s) / _mean(inverse), value=-1)
+        shift = s.sum(-1, keepdim=True) / inverse.sum(-1, keepdim=True)
+        s = torch.addcmul(s, inverse, shift, value=-1)
     return weight * (s * functional.threshold(_mean(s.square()), 1.0, 1.0).rsqrt())
