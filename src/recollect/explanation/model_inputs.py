@@ -29,12 +29,7 @@ __all__ = [
 
 
 class MemoryRun:
-    """The memory of a layer that reads a sequence in pieces.
-
-    Args:
-        layer: the layer.
-        x: tokens ``[B, T, d_model]``.
-    """
+    """The memory of a layer that reads a sequence ``[B, T, d_model]`` in pieces."""
 
     def __init__(self, layer: InspectableLayer, x: Tensor) -> None:
         self.spec, self.inputs = layer.memory_spec, layer.memory_inputs(x)

@@ -48,11 +48,7 @@ def sentences(corpus: TextCorpus, *, heldout: bool = False) -> tuple[str, ...]:
 
 
 class Dice:
-    """Random choices for tasks of words.
-
-    Args:
-        generator: source of randomness, on the CPU.
-    """
+    """Random choices for tasks of words, from a generator on the CPU."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self._generator = generator

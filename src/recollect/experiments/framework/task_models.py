@@ -90,29 +90,20 @@ def with_short_conv(mixer: M) -> M:
 class TaskModel(nn.Module):
     """Layers with residual connections between an embedding and a linear read-out.
 
-    Args:
-        inputs: number of tokens, or number of input channels if ``vectors``.
-        classes: number of classes of the read-out.
-        width: width of the residual stream.
-        layers: functions from the width to a layer, as `memory_layer` returns them.
-        mlp: hidden width of the SwiGLU after each layer, 0 for none.
-        norm: whether layers and read-out have an RMS norm before them.
-        vectors: whether inputs are vectors ``[B, T, inputs]`` instead of tokens ``[B, T]``.
-        unpacked: number of positions that are decoded from the output of the last token, each by an
-            MLP of that output and an embedding of the position (the decoder of MAD's compression
-            task). 0 decodes every token from its output.
+    If ``unpacked``, that number of positions is decoded from the output of the last token, each by
+    an MLP of that output and an embedding of the position (the decoder of MAD's compression task).
     """
 
     def __init__(
         self,
-        inputs: int,
+        inputs: int,  # number of tokens, or of input channels if `vectors`
         classes: int,
         width: int,
         layers: Sequence[LayerFunction],
         *,
-        mlp: int = 0,
-        norm: bool = False,
-        vectors: bool = False,
+        mlp: int = 0,  # hidden width of the SwiGLU after each layer, 0 for none
+        norm: bool = False,  # whether layers and read-out have an RMS norm before them
+        vectors: bool = False,  # whether inputs are vectors [B, T, inputs], not tokens [B, T]
         unpacked: int = 0,
     ) -> None:
         super().__init__()
@@ -173,12 +164,8 @@ class RecallModel(nn.Module):
     """One layer of test-time regression with a convolution of keys over two tokens (TTR 56–58).
 
     k_t = w_0 ⊙ W_K x_t + w_1 ⊙ W_K x_{t−1}, q_t = W_Q x_t, v_t = W_V x_t, logits = W_O RMS(y_t).
-    The model has no residual stream, MLP or positions.
-
-    Args:
-        vocab: number of tokens.
-        width: d, width of embeddings, keys and values.
-        recipe: the memory, without gates.
+    The model has no residual stream, MLP or positions, and the recipe has no gates. Embeddings,
+    keys and values have one width d.
     """
 
     def __init__(self, vocab: int, width: int, recipe: Recipe) -> None:

@@ -45,13 +45,7 @@ def get_mixer(name: str, config: Config) -> Mixer:
 
 
 class ReadingModel(nn.Module):
-    """A small language model with one mixer and tied embeddings.
-
-    Args:
-        mixer: mixer of every layer.
-        vocab: number of tokens.
-        config: configuration of the experiment, with ``width``, ``heads`` and ``layers``.
-    """
+    """A small language model with one mixer in every layer, and tied embeddings."""
 
     def __init__(self, mixer: Mixer, vocab: int, config: Config) -> None:
         # Imported here, because the list of experiments does not need transformers.

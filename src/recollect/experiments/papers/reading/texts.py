@@ -59,22 +59,15 @@ def _tokenize(text: str, spell_capitals: bool = False) -> list[str]:
 
 
 class Vocabulary:
-    """Tokens of texts.
-
-    Args:
-        texts: texts of which all words are known.
-        background: sentences of which the most frequent words are known.
-        num_frequent: number of the most frequent words.
-        spell_capitals: whether words in capitals, which are random codes, are read by letters.
-    """
+    """Tokens of texts."""
 
     def __init__(
         self,
-        texts: Iterable[str],
-        background: Iterable[str] = (),
-        num_frequent: int = 0,
+        texts: Iterable[str],  # all their words are known
+        background: Iterable[str] = (),  # sentences whose most frequent words are known
+        num_frequent: int = 0,  # number of these words
         *,
-        spell_capitals: bool = False,
+        spell_capitals: bool = False,  # whether words in capitals, random codes, are letters
     ) -> None:
         self._spell_capitals = spell_capitals
         known = {token: None for text in texts for token in _tokenize(text, spell_capitals)}
@@ -92,12 +85,7 @@ class Vocabulary:
 
 
 class Background:
-    """Background text as tokens, repeated from its first token after its last.
-
-    Args:
-        vocabulary: vocabulary of the tokens.
-        text: sentences of the text.
-    """
+    """Sentences of a background as tokens, repeated from the first token after the last."""
 
     def __init__(self, vocabulary: Vocabulary, text: Iterable[str]) -> None:
         encoded = [tokens for sentence in text if (tokens := vocabulary(sentence))]
