@@ -53,7 +53,7 @@ def test_one_decoded_token_makes_few_calls(name: str) -> None:
     token = torch.randn(1, 1, 32)
     _, state = layer(token, state)
     count, _ = _calls(lambda: layer(token, state))
-    assert 20 < count <= 54
+    assert 20 < count <= 58  # four of them check that the state belongs to the layer
 
 
 @torch.no_grad()

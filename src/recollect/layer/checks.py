@@ -406,7 +406,7 @@ def check_tokens(
         raise ValueError(
             f"x must be a dense tensor [B, T, {d_model}], not {layout_name(x)}: {DENSE}"
         )
-    if isinstance(weight, Tensor):
+    if isinstance(weight, Tensor) and (x.dtype, x.device) != (weight.dtype, weight.device):
         _check_dtype_and_device(x, weight)
     if x.dim() != 3 or x.shape[-1] != d_model:
         raise ValueError(f"x must have shape [B, T, {d_model}], not {list(x.shape)}")
