@@ -546,6 +546,9 @@ class MemoryLayer(RecipeModule):
         Args:
             x: tokens ``[B, T, d_model]``.
             shifted: inputs of projections by name, from `shift_tokens`.
+
+        Raises:
+            ValueError: a token shift and a quantised map, whose weight has no parts.
         """
         if self.shift is None:
             return self.qkv(x)
