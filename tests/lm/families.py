@@ -1,4 +1,4 @@
-"""Small models of the zoo: a family's first preset in every run, the others where time allows."""
+"""Small models of the zoo: the first preset of a family is fast, others are slow."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VOCAB = 24
 
 
 def every_family() -> list[object]:
-    """Zoo names as parameters; those after a family's first are marked slow."""
+    """Return zoo names as parameters; those after a family's first are marked slow."""
     recorded: set[str] = set()
     params: list[object] = []
     for name in rc.zoo.names():
@@ -35,7 +35,7 @@ def enable_checkpointing(net: RecollectForCausalLM, **options: Any) -> None:
 
 @functools.cache
 def model(name: str, seed: int = 0) -> RecollectForCausalLM:
-    """Two layers of width 32; "hybrid" is a deep memory, attention and a window in turn."""
+    """Return two layers of width 32; "hybrid" is a deep memory, attention and a window in turn."""
     recipes: object = name
     if name == "hybrid":
         recipes = ["omega_net", "softmax_attention", "gated_delta_net"]
@@ -49,17 +49,17 @@ def model(name: str, seed: int = 0) -> RecollectForCausalLM:
     )
     net = RecollectForCausalLM(config).eval()
     with torch.no_grad():
-        net.lm_head.weight.mul_(4)  # choices that rounding cannot turn
+        net.lm_head.weight.mul_(4)  # choices that do not depend on rounding
     return net
 
 
 def text(rows: int = 2, length: int = 9, seed: int = 1) -> Tensor:
-    """Tokens without 0, which is padding."""
+    """Return tokens without 0, which is padding."""
     return torch.randint(1, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
 def padded(rows: int = 2, length: int = 9, holes: int = 3) -> tuple[Tensor, Tensor]:
-    """A batch whose first row has ``holes`` columns of padding on the left, and its mask."""
+    """Return a batch whose first row has ``holes`` columns of left padding, and its mask."""
     ids = text(rows, length)
     ids[0, :holes] = 0
     return ids, (ids != 0).long()

@@ -1,4 +1,4 @@
-"""Small runs of a language model: text, plan, a part that fails, and whether two ended alike."""
+"""Small runs of a language model: text, plan, a failing part, and comparison of two runs."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def assert_same(first: Path, second: Path) -> None:
 
 
 class Recorder(TrainObserver):
-    """Keeps the events of a run, and may interrupt it after a step."""
+    """Record the events of a run, and interrupt it after a step if requested."""
 
     def __init__(self, *, stop_after: int | None = None) -> None:
         self.stop_after = stop_after
@@ -79,7 +79,7 @@ class Recorder(TrainObserver):
 
 
 class _Infinite(torch.autograd.Function):
-    """The identity, whose gradient is infinite."""
+    """The identity with an infinite gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -90,12 +90,12 @@ class _Infinite(torch.autograd.Function):
         return gradients[0] * torch.inf
 
 
-def make_ill(part: nn.Module, after: int, *, backward: bool) -> None:
-    """From some call in training on, a part's output is not finite, or only the gradient of it."""
+def make_ill(part: nn.Module, num_calls: int, *, backward: bool) -> None:
+    """Make a part's output, or only its gradient, non-finite from some call in training on."""
     calls = itertools.count(1)
 
     def harm(module: nn.Module, inputs: object, y: Tensor) -> Tensor:
-        if not module.training or next(calls) <= after:
+        if not module.training or next(calls) <= num_calls:
             return y
         return _Infinite.apply(y) if backward else y * torch.inf
 

@@ -1,4 +1,4 @@
-"""Saved models: the same bit by bit, and whatever is wrong with one said in one sentence."""
+"""Saved models are equal bit by bit, and a damaged one gives one sentence."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from recollect.lm import CheckpointError, RecollectForCausalLM, RecollectModel
 QKV = "model.blocks.0.layer.qkv.weight"
 
 
-# Weights in bfloat16 are cast by `Module.to`, whatever the recipe.
+# Weights in bfloat16 are cast by `Module.to`, for any recipe.
 IN_BFLOAT16 = ("gated_delta_net", "titans", "hybrid")
 
 
@@ -48,7 +48,7 @@ IN_BFLOAT16 = ("gated_delta_net", "titans", "hybrid")
     ],
     ids=str,
 )
-def test_saved_and_loaded_is_the_same_bit_by_bit(
+def test_save_and_load_are_exact(
     name: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -91,14 +91,14 @@ def weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Change:
 
 
 def header(**entry: object) -> Change:
-    """The first tensor's entry in the header, altered."""
+    """Return a change of the first tensor's entry in the header."""
 
     def apply(data: bytes) -> bytes:
         size = struct.unpack("<Q", data[:8])[0]
-        told = json.loads(data[8 : 8 + size])
-        told[next(name for name in told if name != "__metadata__")].update(entry)
-        written = json.dumps(told).encode()
-        return struct.pack("<Q", len(written)) + written + data[8 + size :]
+        entries = json.loads(data[8 : 8 + size])
+        entries[next(name for name in entries if name != "__metadata__")].update(entry)
+        text = json.dumps(entries).encode()
+        return struct.pack("<Q", len(text)) + text + data[8 + size :]
 
     return raw("model.safetensors", apply)
 
@@ -125,9 +125,9 @@ def config(**fields: object) -> Change:
 
 def recipe(change: Callable[[dict[str, Any]], object]) -> Change:
     def apply(folder: Path) -> None:
-        told = json.loads((folder / "config.json").read_text())
-        change(told["recipes"]["gated_delta_net"])
-        (folder / "config.json").write_text(json.dumps(told))
+        config = json.loads((folder / "config.json").read_text())
+        change(config["recipes"]["gated_delta_net"])
+        (folder / "config.json").write_text(json.dumps(config))
 
     return apply
 
@@ -246,9 +246,7 @@ CORRUPTIONS: dict[str, tuple[Change, str]] = {
 
 
 @pytest.mark.parametrize("what", CORRUPTIONS)
-def test_what_is_wrong_with_a_checkpoint_is_one_sentence(
-    what: str, sound: Path, tmp_path: Path
-) -> None:
+def test_damaged_checkpoint_gives_one_sentence(what: str, sound: Path, tmp_path: Path) -> None:
     folder = tmp_path / "bad"
     shutil.copytree(sound, folder)
     change, says = CORRUPTIONS[what]
@@ -258,14 +256,14 @@ def test_what_is_wrong_with_a_checkpoint_is_one_sentence(
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 450
     assert caught.value.__cause__ is None
-    # What transformers reads before it knows the class, it refuses in its own words.
+    # Transformers reads and refuses these before it knows the class.
     if what not in ("another model type",):
         # Transformers before 5.24 raises a TypeError for a list.
         with pytest.raises((ValueError, OSError, TypeError)):
             AutoModelForCausalLM.from_pretrained(folder)
 
 
-def test_a_folder_may_hold_the_model_without_its_head(tmp_path: Path, sound: Path) -> None:
+def test_folder_of_a_model_without_a_head(tmp_path: Path, sound: Path) -> None:
     base = RecollectModel.from_pretrained(sound)
     base.save_pretrained(tmp_path)
     assert torch.equal(
@@ -276,21 +274,21 @@ def test_a_folder_may_hold_the_model_without_its_head(tmp_path: Path, sound: Pat
         RecollectForCausalLM.from_pretrained(tmp_path)
 
 
-def test_what_is_no_folder_is_one_sentence(sound: Path) -> None:
+def test_missing_folder_gives_one_sentence(sound: Path) -> None:
     for path in (sound / "config.json", sound / "absent", "./absent"):
         with pytest.raises(CheckpointError, match="there is no folder"):
             RecollectForCausalLM.from_pretrained(path)
 
 
-def test_what_is_asked_of_loading_still_works(sound: Path) -> None:
+def test_options_of_loading(sound: Path) -> None:
     net, info = RecollectForCausalLM.from_pretrained(sound, output_loading_info=True)
     assert not info["missing_keys"]
     half = RecollectForCausalLM.from_pretrained(sound, dtype=torch.bfloat16)
     assert half.dtype == torch.bfloat16
-    told = RecollectForCausalLM.from_pretrained(sound, config=net.config)
-    assert torch.equal(told.lm_head.weight, net.lm_head.weight)
-    given = {"config": net.config, "state_dict": net.state_dict()}
-    no_folder = RecollectForCausalLM.from_pretrained(None, **given)
+    loaded = RecollectForCausalLM.from_pretrained(sound, config=net.config)
+    assert torch.equal(loaded.lm_head.weight, net.lm_head.weight)
+    options = {"config": net.config, "state_dict": net.state_dict()}
+    no_folder = RecollectForCausalLM.from_pretrained(None, **options)
     assert torch.equal(no_folder.lm_head.weight, net.lm_head.weight)
 
 
@@ -310,7 +308,7 @@ MEANT = "if the change is meant, delete manifest.json"
     [flip, weights(lambda x: x[QKV].zero_()), config(use_cache=False), config(rms_norm_eps=1e-3)],
     ids=["flipped", "zeroed", "edited", "another constant"],
 )
-def test_what_every_format_takes_is_seen_by_its_checksum(
+def test_checksum_detects_changes_that_formats_accept(
     change: Change, sound: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "model"
@@ -325,9 +323,7 @@ def test_what_every_format_takes_is_seen_by_its_checksum(
     RecollectForCausalLM.from_pretrained(folder)
 
 
-def test_a_manifest_is_of_the_model_alone_and_follows_each_save(
-    sound: Path, tmp_path: Path
-) -> None:
+def test_manifest_follows_each_save(sound: Path, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(sound, folder)
     (folder / "notes.txt").write_text("mine")

@@ -1,4 +1,4 @@
-"""The coordinate check: flat under the rules for width, steep without them or with a wrong one."""
+"""The coordinate check: flat under the rules for width, steep without them or with a wrong rule."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def config(name: Any) -> rc.lm.RecollectConfig:
 
 
 def batches(steps: int = 3) -> list[Mapping[str, Tensor]]:
-    """Rows of a text: tokens have something in common, or their updates were noise, n^(−1/2)."""
+    """Return rows of a text, whose tokens have a common part: noise would give n^(−1/2)."""
     rows = torch.tensor([*TEXT.encode()])[: steps * 92].view(steps, 4, 23)
     return [{"input_ids": ids, "labels": ids} for ids in rows]
 
@@ -66,13 +66,13 @@ NAMES = [
 
 @pytest.mark.parametrize("name", NAMES, ids=str)
 def test_coordinates_are_flat_under_the_rules_alone(name: Any) -> None:
-    # A memory that begins silent says little to its gates at first: more seeds, less noise.
+    # A zero-initialised memory gives its gates small gradients at first: more seeds, less noise.
     seeds = 3 if name == "titans" else 1
     mup, standard = check(name, WIDTHS[0], seeds=seeds), check(name, None, seeds=seeds)
     result = {one.name: one for one in mup.coordinates}
     assert mup.flat, [one for one in mup.coordinates if not one.flat]
     steep = {one.name: one for one in standard.coordinates if not one.flat}
-    # The embedding shrinks, and what matrices learn grows with the channels that they read.
+    # The embedding shrinks, and matrices learn with the number of channels that they read.
     assert steep["embed_tokens"].size_slope == pytest.approx(-0.5, abs=0.1)
     assert (standard.steepest.change_slope or 0) > 0.5
     assert (steep["lm_head, learned"].change_slope or 0) > 0.3
@@ -81,7 +81,7 @@ def test_coordinates_are_flat_under_the_rules_alone(name: Any) -> None:
         assert (steep[gate].change_slope or 0) > (result[gate].change_slope or 1) + 0.3
 
 
-def test_a_wrong_rule_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_rule_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gates at the learning rate of vectors, and a head that learns too little."""
     right = rules.width_rules
 
@@ -102,7 +102,7 @@ def test_a_wrong_rule_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (result["lm_head, learned"].change_slope or 0) < -0.5
 
 
-def test_generators_keep_their_states(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generators_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     def seed_all(seed: int) -> None:
         raise AssertionError("the generators of all accelerators were seeded")
 
@@ -112,22 +112,22 @@ def test_generators_keep_their_states(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_slope_is_that_of_a_power() -> None:
+def test_slope_of_a_power() -> None:
     assert _slope({n: 3 * n**0.5 for n in (16, 64, 128)}) == pytest.approx(0.5)
     assert _slope({16: 0.0, 32: 0.0}) is None
     assert _slope({16: 1.0, 32: float("nan")}) == float("inf")
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"widths": (32,)}, "needs two widths or more"),
         ({"widths": (64, 32)}, "ascending"),
         ({"widths": (32, 72)}, "4.5 of width 72"),
     ],
 )
-def test_widths_that_say_nothing_are_refused(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_uninformative_widths_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         check("gated_delta_net", None, **changes)
 
 
@@ -151,7 +151,7 @@ out = "{out}"
 """
 
 
-def test_the_command_says_whether_slopes_are_flat(tmp_path: Path) -> None:
+def test_command_reports_flat_slopes(tmp_path: Path) -> None:
     text, file, out = tmp_path / "t.txt", tmp_path / "run.toml", tmp_path / "out"
     text.write_text("the memory reads at the query what was written at the key. " * 40)
     file.write_text(RUN.format(text=text, out=out))
@@ -171,10 +171,10 @@ def test_the_command_says_whether_slopes_are_flat(tmp_path: Path) -> None:
     assert (tmp_path / "drawn.svg").exists() and (tmp_path / "drawn.png").exists()
     assert not out.exists()
 
-    for options, said in (
+    for options, message in (
         (["--widths", "a"], "--widths must be numbers such as 64,128,256, not 'a'"),
         (["--parametrization", "ntk"], "Invalid value for '--parametrization'"),
         (["--steps", "0"], "Invalid value for '--steps'"),
     ):
         refused = CliRunner().invoke(build(), ["coordinates", str(file), *options])
-        assert refused.exit_code == 2 and said in refused.output
+        assert refused.exit_code == 2 and message in refused.output

@@ -120,7 +120,7 @@ def attention_loop(
     return torch.stack(distances), torch.stack(writes)
 
 
-def test_statistics_are_those_of_a_loop_over_queries() -> None:
+def test_statistics_equal_a_loop_over_queries() -> None:
     model, lengths = llama(), [9, 5]
     ids = torch.randint(0, 256, (2, 9), generator=torch.Generator().manual_seed(1))
     mask = torch.arange(9) < torch.tensor(lengths)[:, None]
@@ -137,7 +137,7 @@ def test_statistics_are_those_of_a_loop_over_queries() -> None:
 
 @pytest.mark.parametrize("recipe", ["gated_delta_net", "gla"])
 def test_a_decay_reads_tokens_of_the_age_that_attention_reads(recipe: str) -> None:
-    """Σ_n n αⁿ / Σ_n αⁿ = d, of the mean over channels where a recipe has a decay for each."""
+    """Σ_n n αⁿ / Σ_n αⁿ = d, of the mean over channels if a recipe has a decay for each."""
     model = llama()
     batch = {"input_ids": torch.randint(0, 256, (4, 32))}
     statistics = attention_statistics(model, batch)
@@ -201,7 +201,7 @@ def test_output_gates_of_another_form_keep_their_initial_values(options: rc.Laye
     assert torch.equal(layer.output_gate.weight, initial)
 
 
-def test_statistics_of_many_rows_are_those_of_each_row() -> None:
+def test_statistics_of_many_rows_equal_those_of_each_row() -> None:
     model, ids = llama(), torch.randint(0, 256, (6, 8))
     joint = attention_statistics(model, {"input_ids": ids})[1]
     rows = [attention_statistics(model, {"input_ids": ids[i : i + 1]})[1] for i in range(6)]
@@ -284,7 +284,7 @@ def test_every_step_is_recorded_with_losses_before_and_after(
 
 
 @pytest.mark.parametrize(("stage", "step"), [(0, 2), (1, 1), (2, 3)])
-def test_a_distillation_that_was_stopped_ends_with_the_weights_of_one_that_was_not(
+def test_resumed_distillation_equals_an_uninterrupted_one(
     folder: Path, tmp_path: Path, result: rc.lm.Distilled, stage: int, step: int
 ) -> None:
     class Stop(Recorder):
@@ -446,7 +446,7 @@ def test_refusals(folder: Path, tmp_path: Path, result: rc.lm.Distilled) -> None
 
 
 @pytest.mark.slow
-def test_matching_recovers_the_lost_loss_and_fine_tuning_alone_does_not(tmp_path: Path) -> None:
+def test_matching_recovers_loss_that_fine_tuning_does_not(tmp_path: Path) -> None:
     path = Path(__file__).parents[2] / "results" / "distill" / "recover.py"
     spec = importlib.util.spec_from_file_location("recover", path)
     assert spec is not None and spec.loader is not None

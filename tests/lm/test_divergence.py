@@ -1,4 +1,4 @@
-"""Runs that diverge: one sentence names the step, the rate, the layer and what stands."""
+"""One sentence for a diverged run names the step, the rate, the layer and the checkpoint."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def harm(monkeypatch: pytest.MonkeyPatch) -> Callable[[Harm], None]:
-    """Every model of a run is harmed once it is built."""
+    """Apply a function to every model of a run after it is built."""
 
     def planted(how: Harm) -> None:
         built = RecollectForCausalLM.__init__
 
         def init(self: RecollectForCausalLM, config: RecollectConfig) -> None:
             built(self, config)
-            if self.device.type != "meta":  # where it is only counted
+            if self.device.type != "meta":  # a meta model is only counted
                 how(self)
 
         monkeypatch.setattr(RecollectForCausalLM, "__init__", init)
@@ -49,9 +49,9 @@ def harm(monkeypatch: pytest.MonkeyPatch) -> Callable[[Harm], None]:
     return planted
 
 
-def ill_mlp(after: int, *, backward: bool) -> Harm:
+def ill_mlp(num_calls: int, *, backward: bool) -> Harm:
     def harmed(model: RecollectForCausalLM) -> None:
-        make_ill(model.get_submodule("model.blocks.1.mlp.down"), after, backward=backward)
+        make_ill(model.get_submodule("model.blocks.1.mlp.down"), num_calls, backward=backward)
 
     return harmed
 
@@ -64,10 +64,10 @@ def ill_mlp(after: int, *, backward: bool) -> Harm:
         *(pytest.param(*x, marks=pytest.mark.slow) for x in [(1, True), (2, False)]),
     ],
 )
-def test_a_run_that_diverged_reported_nan_or_spoke_of_q(
+def test_diverged_run_names_the_layer(
     accumulate: int, backward: bool, text: Path, tmp_path: Path, harm: Callable[[Harm], None]
 ) -> None:
-    """In the second layer, at step 4 (of accumulated batches, the second); where is the oracle."""
+    """In the second layer at step 4 (the second of accumulated batches), by a finite check."""
     harm(ill_mlp(4 * accumulate - 1, backward=backward))
     run = plan(
         text,
@@ -94,15 +94,15 @@ def test_a_run_that_diverged_reported_nan_or_spoke_of_q(
 
 
 @pytest.mark.parametrize(("lr", "slip"), [(0.05, False), (50.0, True)])
-def test_a_learning_rate_that_is_a_slip_is_named(lr: float, slip: bool) -> None:
+def test_implausible_learning_rate_is_named(lr: float, slip: bool) -> None:
     message = str(Diverged(step=3, lr=lr, origin=None, advice="lower lr"))
     assert ("0.0001 to 0.01 are usual" in message) == slip and f"learning rate {lr:g}" in message
 
 
-def test_what_stands_can_be_gone_on_from(
+def test_last_checkpoint_can_start_another_run(
     text: Path, tmp_path: Path, harm: Callable[[Harm], None]
 ) -> None:
-    """As the sentence says: the checkpoint as [model] start of another run."""
+    """The sentence advises to use the checkpoint as [model] start of another run."""
     harm(ill_mlp(3, backward=False))
     with pytest.raises(Diverged) as caught:
         train(plan(text, tmp_path / "one", model={"depth": 2}))
@@ -115,10 +115,10 @@ def test_what_stands_can_be_gone_on_from(
     assert digests(checkpoint) == initial
 
 
-def test_without_a_checkpoint_there_is_none_yet(
+def test_divergence_before_the_first_checkpoint(
     text: Path, tmp_path: Path, harm: Callable[[Harm], None]
 ) -> None:
-    """In the first step, and before any layer, which would name its own argument."""
+    """In the first step, and before any layer, which would name its argument."""
 
     def harmed(model: RecollectForCausalLM) -> None:
         make_ill(model.model.embed_tokens, 0, backward=False)
@@ -134,7 +134,7 @@ def test_without_a_checkpoint_there_is_none_yet(
     assert caught.value.checkpoint is None
 
 
-def test_another_refusal_is_told_as_it_is(
+def test_other_errors_are_unchanged(
     text: Path, tmp_path: Path, harm: Callable[[Harm], None]
 ) -> None:
     class Refuses(nn.Module):
@@ -164,7 +164,7 @@ def test_a_measurement_that_is_not_finite_ends_the_run(
     assert caught.value.step == 3
 
 
-def test_the_command_leaves_as_after_any_refusal(text: Path, tmp_path: Path) -> None:
+def test_exit_code_of_the_command(text: Path, tmp_path: Path) -> None:
     config = tmp_path / "run.toml"
     config.write_text(
         f"[model]\nwidth = 16\ndepth = 1\nheads = 2\n[data]\ntrain = {str(text)!r}\ncontext = 32\n"
@@ -197,8 +197,8 @@ def test_a_finite_model_has_no_origin() -> None:
         ("layer.out", "layer 0 (gla), in model.blocks.0.layer.out,"),
     ],
 )
-def test_a_recipe_is_named_for_what_is_its_own(inside: str, says: str) -> None:
-    """An MLP that overflows is no fault of the recipe in the layer beside it."""
+def test_recipe_is_named_only_for_its_own_overflow(inside: str, says: str) -> None:
+    """An overflow of an MLP is not attributed to the recipe of its layer."""
     torch.manual_seed(0)
     config = RecollectConfig.from_recipes(
         "gla", vocab_size=8, hidden_size=16, num_hidden_layers=1, num_attention_heads=2

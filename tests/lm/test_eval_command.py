@@ -1,4 +1,4 @@
-"""``recollect eval``: results beside the papers' numbers, kept, and refused in one sentence."""
+"""``recollect eval``: results next to the papers' numbers, stored, and errors in one sentence."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ def run(*arguments: object, code: int = 0) -> tuple[str, str]:
     return result.stdout, result.stderr
 
 
-def test_results_are_shown_kept_and_not_measured_again(run_folder: Path, tmp_path: Path) -> None:
+def test_results_are_shown_stored_and_not_measured_again(run_folder: Path, tmp_path: Path) -> None:
     options = ["--tasks", "local_niah_single_1,local_babi_1", "--limit", 2, "--context", 1024]
-    output, beside = run(run_folder, *options, "--out", tmp_path)
+    output, stderr = run(run_folder, *options, "--out", tmp_path)
     assert "local_niah_single_1" in output and "MIRAS table 3" not in output, (
         "which has no passkey 1K"
     )
     assert f"results: {tmp_path / 'results.json'}" in output.replace("\n", "")
-    assert "local_babi_1 (2 of 2)" in beside
-    repeated, beside = run(run_folder, *options, "--out", tmp_path, "--json")
-    assert beside.count("measured before") == 2
+    assert "local_babi_1 (2 of 2)" in stderr
+    repeated, stderr = run(run_folder, *options, "--out", tmp_path, "--json")
+    assert stderr.count("measured before") == 2
     data = json.loads(repeated)
     assert [one["task"] for one in data["tasks"]] == ["local_niah_single_1", "local_babi_1"]
     assert data["published"] == []
@@ -62,7 +62,7 @@ def test_the_local_tasks_are_listed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ([], "name a model and --tasks a,b; --list names the tasks that need no network"),
         (["MODEL"], "name a model and --tasks a,b"),
@@ -76,10 +76,10 @@ def test_the_local_tasks_are_listed() -> None:
         (["./no", "--tasks", "local_text"], "there is no folder './no'"),
     ],
 )
-def test_refusals(arguments: list[str], said: str, run_folder: Path, tmp_path: Path) -> None:
-    given = [str(run_folder) if one == "MODEL" else one for one in arguments]
-    out, output = run(*given, "--out", tmp_path, code=2)
-    assert out == "" and output.startswith("recollect eval: ") and said in output
+def test_refusals(arguments: list[str], message: str, run_folder: Path, tmp_path: Path) -> None:
+    options = [str(run_folder) if one == "MODEL" else one for one in arguments]
+    out, output = run(*options, "--out", tmp_path, code=2)
+    assert out == "" and output.startswith("recollect eval: ") and message in output
     assert output.count("\n") == 1 and "Traceback" not in output
     assert not list(tmp_path.iterdir())
 
@@ -125,7 +125,7 @@ def unreachable(**_):
 
 @pytest.fixture
 def own_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Tasks of one's own beside the local ones, on a machine that cannot reach the hub."""
+    """Add a user's tasks to the local ones, without a connection to the hub."""
     import lm_eval.tasks
 
     from recollect.lm.evaluation.names import _task_manager
@@ -155,10 +155,8 @@ def own_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
 
 @pytest.mark.usefixtures("own_tasks")
-def test_a_task_of_its_own_error_is_named_and_the_others_run(
-    run_folder: Path, tmp_path: Path
-) -> None:
-    """A task's error is no missing data, and neither ends the command before the others."""
+def test_failing_task_is_named_and_others_run(run_folder: Path, tmp_path: Path) -> None:
+    """An error in a task is not missing data, and does not end the command before other tasks."""
     out = tmp_path / "out"
     tasks = "own_broken,own_unreachable,own_unscored,local_babi_1,own_good"
     options = ["--tasks", tasks, "--limit", 2, "--context", 600, "--out", out]
@@ -180,7 +178,7 @@ def test_a_task_of_its_own_error_is_named_and_the_others_run(
     assert errors == "recollect eval: task own_broken cannot be loaded: KeyError: 'choices'\n"
 
 
-def test_an_interrupt_says_what_is_kept(
+def test_interrupt_lists_stored_results(
     run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from recollect.lm.evaluation import harness
@@ -213,7 +211,7 @@ def evaluation(task: str, metric: str, value: float, context: int = 2048) -> rc.
     return rc.lm.Evaluation(model="m", tasks=(one,), environment={})
 
 
-def test_numbers_stand_beside_those_of_the_same_task_and_measure() -> None:
+def test_results_next_to_published_numbers_of_the_task_and_metric() -> None:
     result = match_paper_values(evaluation("wikitext", "word_perplexity", 31.0))
     assert {one.table for one in result} == {"miras_table2", "atlas_table2", "atlas_table8"}
     small = next(one for one in result if one.group.startswith("340M") and "miras" in one.table)
@@ -239,5 +237,5 @@ def test_numbers_stand_beside_those_of_the_same_task_and_measure() -> None:
         ("niah_single_1", "32768", 2048),
     ],
 )
-def test_other_numbers_stand_alone(task: str, metric: str, context: int) -> None:
+def test_results_without_published_numbers(task: str, metric: str, context: int) -> None:
     assert match_paper_values(evaluation(task, metric, 0.5, context)) == ()

@@ -28,7 +28,7 @@ LETTERS = "abcdefghijklmnop"
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A haystack of this test's own, so that none need be gathered."""
+    """A haystack of this test, so that no data is downloaded."""
     path = tmp_path_factory.mktemp("text") / "hay.txt"
     lines = [f"The {a}{b} is near the {b}{a}. It waits." for a in LETTERS for b in LETTERS]
     path.write_text("\n\n".join(" ".join(lines[i:]) for i in range(0, 256, 2)))
@@ -50,7 +50,7 @@ def model() -> rc.lm.RecollectForCausalLM:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run's folder, whose model has a folder of its own."""
+    """A run's folder, whose model has a separate folder."""
     folder = tmp_path_factory.mktemp("run")
     tiny().save_pretrained(folder / "model")
     byte_tokenizer().save_pretrained(folder / "model")
@@ -58,18 +58,18 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @torch.no_grad()
-def likelihood(model: Any, before: list[int], after: list[int]) -> float:
-    """Σ log p(after | before), of one text alone, in float64 from the logits on."""
-    ids = torch.tensor([[*before, *after]])
-    log = model(ids[:, :-1]).logits.double().log_softmax(-1)[0, len(before) - 1 :]
-    return float(log.gather(1, ids[0, len(before) :, None]).sum())
+def likelihood(model: Any, context: list[int], continuation: list[int]) -> float:
+    """Return Σ log p(continuation | context) of one text, with float64 logits."""
+    ids = torch.tensor([[*context, *continuation]])
+    log = model(ids[:, :-1]).logits.double().log_softmax(-1)[0, len(context) - 1 :]
+    return float(log.gather(1, ids[0, len(context) :, None]).sum())
 
 
 def data(text: str) -> list[int]:
     return list(text.encode())
 
 
-def asked(kind: str, *arguments: Any) -> list[Any]:
+def instances(kind: str, *arguments: Any) -> list[Any]:
     from lm_eval.api.instance import Instance
 
     return [
@@ -82,20 +82,20 @@ def asked(kind: str, *arguments: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("recipe", ["gated_delta_net", "titans_mac", "softmax_attention"])
-def test_log_likelihoods_are_those_of_each_text_alone(recipe: str) -> None:
+def test_log_likelihoods_equal_those_of_single_texts(recipe: str) -> None:
     model = tiny(recipe)
     pairs = [("The memory", " of a"), ("A", " b"), ("", "c d"), ("Where is it? In the", " attic")]
     with harness.hidden_output():
         under = harness.RecollectHFLM(model, byte_tokenizer(), batch_size=3, context=64)
-        result = under.loglikelihood(asked("loglikelihood", *pairs))
+        result = under.loglikelihood(instances("loglikelihood", *pairs))
     for (initial, later), (value, _) in zip(pairs, result, strict=True):
-        # Without a context a text begins after the end of another.
+        # Without a context a text begins after an end-of-document token.
         want = likelihood(model, data(initial) or [END], data(later))
         assert value == pytest.approx(want, rel=0, abs=1e-5)
 
 
 def test_multiple_choice(model: Any) -> None:
-    """Accuracy is how often the likeliest of the choices is the right one."""
+    """Accuracy is the fraction of documents whose right choice is the likeliest."""
     result = rc.lm.evaluate(
         model, "local_babi_2", tokenizer=byte_tokenizer(), limit=12, batch=5, context=600
     )
@@ -120,12 +120,12 @@ def test_rolling_is_bits_per_byte_of_windows(vocab: int, text: Path, tmp_path: P
     docs = [one["input"] for one in documents.text_chunks(text=str(text), limit=2)["test"]]
     nats = count = 0.0
     for doc in docs:
-        # A vocabulary of bytes alone has no end of a document: byte 0 stands for it.
+        # A vocabulary of bytes has no end-of-document token: byte 0 is used.
         ids = [END if vocab > 256 else 0, *data(doc)]
         count += len(ids) - 1
         for start in range(1, len(ids), context):
             new = ids[start : start + context]
-            # The last window is filled up with what stands before it.
+            # The last window is filled up with the tokens before it.
             old = min(start, 1 if start == 1 else context + 1 - len(new))
             nats -= likelihood(model, ids[start - old : start], new)
     assert len(docs) == 2 and count > 4 * context
@@ -135,25 +135,23 @@ def test_rolling_is_bits_per_byte_of_windows(vocab: int, text: Path, tmp_path: P
     assert "bits_per_byte" in result["local_text"].lower_is_better
 
 
-def test_generation_of_a_batch_is_that_of_each_prompt_alone(model: Any) -> None:
+def test_generation_of_a_batch_equals_single_prompts(model: Any) -> None:
     tokenizer = byte_tokenizer()
     prompts = ["The memory of", "A", "Where is the cup?"]
     with harness.hidden_output():
         under = harness.RecollectHFLM(model, tokenizer, batch_size=3, context=64)
         how = {"max_gen_toks": 12, "until": ["\n"], "do_sample": False}
-        result = under.generate_until(asked("generate_until", *[(x, how) for x in prompts]))
-    for prompt, said in zip(prompts, result, strict=True):
+        result = under.generate_until(instances("generate_until", *[(x, how) for x in prompts]))
+    for prompt, generated in zip(prompts, result, strict=True):
         ids = torch.tensor([data(prompt)])
         new = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=END)
         single = tokenizer.decode(new[0, ids.shape[1] :], skip_special_tokens=True)
-        assert said == single.partition("\n")[0]
+        assert generated == single.partition("\n")[0]
     assert len(set(result)) > 1
 
 
-def test_scores_are_of_what_was_written(
-    model: Any, monkeypatch: pytest.MonkeyPatch, text: Path
-) -> None:
-    """All values, half of them, none: as a model that reads the prompt would write them."""
+def test_scores_of_generated_text(model: Any, monkeypatch: pytest.MonkeyPatch, text: Path) -> None:
+    """All values, half of them, and none, as a model that reads the prompt would generate them."""
 
     def writes(self: Any, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         return [
@@ -172,7 +170,7 @@ def test_scores_are_of_what_was_written(
     assert documents.contains({"outputs": ["Hugo"]}, ["it is hugo."]) == {"contains": 1.0}
 
 
-def test_numbers_do_not_depend_on_the_batch_or_on_what_ran_before(model: Any, text: Path) -> None:
+def test_results_do_not_depend_on_batches_or_earlier_tasks(model: Any, text: Path) -> None:
     how: dict[str, Any] = {"tokenizer": byte_tokenizer(), "limit": 4, "context": 700, "text": text}
     full = rc.lm.evaluate(model, ["local_babilong_1", "local_text", "local_babi_1"], **how)
     single = rc.lm.evaluate(model, ["local_text"], batch=1, **how)
@@ -181,7 +179,7 @@ def test_numbers_do_not_depend_on_the_batch_or_on_what_ran_before(model: Any, te
     assert single["local_text"].batch == 1
 
 
-def test_decoders_of_others_and_swapped_ones(tmp_path: Path, text: Path) -> None:
+def test_other_and_swapped_decoders(tmp_path: Path, text: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -206,7 +204,7 @@ def test_decoders_of_others_and_swapped_ones(tmp_path: Path, text: Path) -> None
         assert result["local_babi_1"].metrics["acc"] == pytest.approx(sum(best) / 2)
 
 
-def test_groups_are_put_together_by_their_own_rule(model: Any) -> None:
+def test_groups_are_aggregated_by_their_rule(model: Any) -> None:
     from lm_eval.api.group import Group
     from lm_eval.config.group import AggMetricConfig
 
@@ -230,7 +228,7 @@ def test_groups_are_put_together_by_their_own_rule(model: Any) -> None:
 
 
 @pytest.mark.parametrize("says", ["oom", "cpu"])
-def test_the_batch_is_halved_until_memory_holds_it(
+def test_batch_is_halved_until_it_fits_memory(
     model: Any, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows: list[int] = []
@@ -258,7 +256,7 @@ def test_the_batch_is_halved_until_memory_holds_it(
         rc.lm.evaluate(model, "local_babi_1", batch=4, **how)
 
 
-def test_the_first_batch_leaves_a_cpu_memory(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_batch_on_a_cpu_leaves_memory(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     pages = {"SC_AVPHYS_PAGES": 1000, "SC_PAGE_SIZE": 4096}
     monkeypatch.setattr(harness.os, "sysconf", pages.__getitem__)
     # A quarter of 4 MB, in logits of 257 tokens at 100 places, twice in float32.
@@ -267,28 +265,28 @@ def test_the_first_batch_leaves_a_cpu_memory(model: Any, monkeypatch: pytest.Mon
     assert harness.max_batch_size(model, 1) == 64
 
 
-def test_what_was_cut_is_said(model: Any) -> None:
+def test_truncated_texts_are_reported(model: Any) -> None:
     result = rc.lm.evaluate(
         model, "local_babi_1", tokenizer=byte_tokenizer(), limit=2, context=60, batch=2
     )
     (note,) = result.notes
     # Two documents of six choices each, in six batches.
-    said = "texts longer than the context of 60 tokens lost their beginning 12 times"
-    assert note == f"local_babi_1: {said}"
+    message = "texts longer than the context of 60 tokens lost their beginning 12 times"
+    assert note == f"local_babi_1: {message}"
     assert note in str(result)
 
 
-# -- what is kept ----------------------------------------------------------------------------------
+# -- stored results --------------------------------------------------------------------------------
 
 
 class Watcher:
     def __init__(self, stop: str = "") -> None:
-        self.stop, self.begun, self.loaded = stop, list[str](), list[str]()
+        self.stop, self.started, self.loaded = stop, list[str](), list[str]()
 
     def begin(self, task: str, index: int, count: int) -> None:
         if task == self.stop:
             raise KeyboardInterrupt
-        self.begun.append(task)
+        self.started.append(task)
 
     def end(self, result: rc.lm.TaskResult, *, loaded: bool) -> None:
         if loaded:
@@ -311,18 +309,18 @@ def test_an_interrupted_evaluation_loses_one_task_at_most(
     ]
     watcher = Watcher()
     result = rc.lm.evaluate(saved, tasks, out=tmp_path, watcher=watcher, **how)
-    assert watcher.begun == ["local_babi_2"]
+    assert watcher.started == ["local_babi_2"]
     assert watcher.loaded == ["local_babi_1", "local_text"]
     full = rc.lm.evaluate(saved, tasks, out=tmp_path / "whole", **how)
     assert {x.task: x.metrics for x in result.tasks} == {x.task: x.metrics for x in full.tasks}
-    written = json.loads((tmp_path / "results.json").read_text())
-    assert written == json.loads(json.dumps(result.to_dict()))
-    assert {"torch", "device", "commit", "transformers"} <= written["environment"].keys()
+    stored = json.loads((tmp_path / "results.json").read_text())
+    assert stored == json.loads(json.dumps(result.to_dict()))
+    assert {"torch", "device", "commit", "transformers"} <= stored["environment"].keys()
     assert not list(tmp_path.glob("**/.*")), "no lock and no half file is left"
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"limit": 2}, "limit 3 and this one has limit 2"),
         ({"limit": None}, "limit 3 and this one has no limit"),
@@ -332,7 +330,7 @@ def test_an_interrupted_evaluation_loses_one_task_at_most(
     ],
 )
 def test_other_settings_are_refused(
-    saved: Path, text: Path, tmp_path: Path, change: dict[str, Any], said: str
+    saved: Path, text: Path, tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
     how: dict[str, Any] = {"limit": 3, "context": 600, "text": text}
     rc.lm.evaluate(saved, ["local_babi_1"], out=tmp_path / "out", **how)
@@ -344,12 +342,14 @@ def test_other_settings_are_refused(
         other = tiny("gla")
         other.save_pretrained(tmp_path / "model")
         change, saved = {}, tmp_path / "model"
-    with pytest.raises(ValueError, match=f"holds an evaluation with {said}.*: give another --out"):
+    with pytest.raises(
+        ValueError, match=f"holds an evaluation with {message}.*: give another --out"
+    ):
         rc.lm.evaluate(saved, ["local_babi_2"], out=tmp_path / "out", **{**how, **change})
     assert (tmp_path / "out" / "tasks" / "local_babi_1.json").read_bytes() == initial
 
 
-def test_a_file_that_is_no_result_is_said(saved: Path, tmp_path: Path) -> None:
+def test_invalid_results_file_is_named(saved: Path, tmp_path: Path) -> None:
     (tmp_path / "tasks").mkdir()
     for content in ("{", "[]", '{"schema": 1, "task": "x"}', '{"schema": 9}'):
         (tmp_path / "tasks" / "x.json").write_text(content)
@@ -357,9 +357,7 @@ def test_a_file_that_is_no_result_is_said(saved: Path, tmp_path: Path) -> None:
             rc.lm.evaluate(saved, ["local_babi_1"], out=tmp_path)
 
 
-def test_nothing_of_the_process_is_left_changed(
-    model: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_process_settings_are_restored(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
     model.train()
     torch.manual_seed(5)
     initial, propagates = torch.get_rng_state(), logging.getLogger("lm_eval").propagate
@@ -386,9 +384,9 @@ def test_every_local_task_fills_its_context(kind: str, bpe: Path, text: Path) ->
     from transformers import AutoTokenizer
 
     tokenizer = byte_tokenizer() if kind == "bytes" else AutoTokenizer.from_pretrained(bpe)
-    told = {"context": 1500, "limit": 3, "text": str(text)}
-    told |= {} if kind == "bytes" else {"tokenizer": str(bpe)}
-    manager, names = find_tasks(["local"], told)
+    options = {"context": 1500, "limit": 3, "text": str(text)}
+    options |= {} if kind == "bytes" else {"tokenizer": str(bpe)}
+    manager, names = find_tasks(["local"], options)
     assert tuple(names) == local_tasks()
     for name, task in load_tasks(manager, names, context=1500).tasks.items():
         docs = list(task.eval_docs)
@@ -424,13 +422,13 @@ def test_every_local_task_is_a_file_of_its_name() -> None:
     assert yaml.safe_load((local_folder() / "local_babi_1.yaml").read_text())["tag"][0] == "local"
 
 
-# -- what is refused -------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------
 
 
 def test_refusals_are_sentences(model: Any, saved: Path, tmp_path: Path) -> None:
     tokenizer = byte_tokenizer()
     mine = {"tokenizer": tokenizer}
-    for tasks, how, said in (
+    for tasks, how, message in (
         ("local_babi_9", mine, r"there is no task 'local_babi_9'; did you mean 'local_babi_"),
         ([], mine, "tasks: name at least one"),
         ("local_text", {}, "a model alone has no tokenizer: give tokenizer="),
@@ -446,7 +444,7 @@ def test_refusals_are_sentences(model: Any, saved: Path, tmp_path: Path) -> None
             "its shortest prompt has .* and 772 are left",
         ),
     ):
-        with pytest.raises(ValueError, match=said) as refused:
+        with pytest.raises(ValueError, match=message) as refused:
             rc.lm.evaluate(model, tasks, **how)
         assert "\n" not in str(refused.value)
     with pytest.raises(ValueError, match="a folder has its own"):
@@ -476,7 +474,7 @@ def test_a_task_that_needs_the_hub_does_not_stop_the_others(
     import lm_eval.tasks
 
     class Arc(lm_eval.tasks.TaskManager):
-        """In place of all of lm-eval's tasks, whose index takes ten seconds to read."""
+        """Replaces lm-eval's tasks, whose index takes ten seconds to read."""
 
         def __init__(self, include_path: str, include_defaults: bool, metadata: Any) -> None:
             arc = Path(str(lm_eval.tasks.__file__)).parent / "arc"
@@ -522,7 +520,7 @@ def test_no_code_of_the_hub_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fetched == []
 
 
-def test_code_beside_a_model_is_not_run(tmp_path: Path) -> None:
+def test_code_next_to_a_model_is_not_run(tmp_path: Path) -> None:
     mark = tmp_path / "ran"
     code = f"import pathlib\npathlib.Path({str(mark)!r}).touch()\n"
     folder = tmp_path / "model"
@@ -552,7 +550,7 @@ def test_without_the_extra(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         rc.lm.evaluate(model, "local_text", tokenizer=byte_tokenizer())
 
 
-# -- what is shown ---------------------------------------------------------------------------------
+# -- printed results -------------------------------------------------------------------------------
 
 
 def test_numbers_of_lm_eval_are_read_by_their_keys() -> None:
@@ -572,8 +570,8 @@ def test_numbers_of_lm_eval_are_read_by_their_keys() -> None:
     want = {"acc": 0.5, "exact_match (flexible-extract)": 0.25, "1024": 0.75, "perplexity": 9.0}
     assert one.metrics == want and one.errors == {"acc": 0.1}
     assert one.lower_is_better == ("perplexity",)
-    kept = {k: v for k, v in raw.items() if v != "N/A" and v != -1 and k != "alias"}
-    assert one.to_harness() == kept, "groups read what tasks gave"
+    values = {k: v for k, v in raw.items() if v != "N/A" and v != -1 and k != "alias"}
+    assert one.to_harness() == values, "groups read what tasks gave"
 
 
 def test_results_read_as_a_table(model: Any) -> None:

@@ -1,4 +1,4 @@
-"""Evaluation at its edges: numbers that are none, other settings, lengths in other units."""
+"""Edge cases of evaluation: missing numbers, other settings, lengths in other units."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ def short(out: Path | None = None, **more: Any) -> dict[str, Any]:
     return {"tokenizer": byte_tokenizer(), "limit": 2, "context": 600, "out": out} | more
 
 
-def rows(made: Any) -> list[dict[str, Any]]:
-    return list(made["test"])
+def rows(samples: Any) -> list[dict[str, Any]]:
+    return list(samples["test"])
 
 
-def paragraphs(before: str, after: str) -> str:
-    """Paragraphs that differ, as repeated ones are dropped."""
+def paragraphs(prefix: str, suffix: str) -> str:
+    """Return different paragraphs, because repeated ones are dropped."""
     letters = "abcdefghijklmnopqrst"
-    return "\n\n".join(f"{before}{a}{b}{after}" for a in letters for b in letters)
+    return "\n\n".join(f"{prefix}{a}{b}{suffix}" for a in letters for b in letters)
 
 
 def strict(path: Path) -> Any:
-    """JSON as its standard has it, which knows no NaN."""
+    """Parse JSON by its standard, which has no NaN."""
 
     def refuse(word: str) -> None:
         raise AssertionError(f"{word} is no JSON")
@@ -53,7 +53,7 @@ def strict(path: Path) -> Any:
     return json.loads(path.read_text(), parse_constant=refuse)
 
 
-# -- numbers that are none -------------------------------------------------------------------------
+# -- missing numbers -------------------------------------------------------------------------------
 
 
 def test_a_model_of_logits_that_are_not_finite_has_no_numbers(tmp_path: Path) -> None:
@@ -128,12 +128,12 @@ def _cleans(tokenizer: Any) -> None:
     tokenizer.clean_up_tokenization_spaces = not tokenizer.clean_up_tokenization_spaces
 
 
-def _begins(tokenizer: Any) -> None:
+def _adds_bos(tokenizer: Any) -> None:
     tokenizer.add_bos_token = not getattr(tokenizer, "add_bos_token", False)
 
 
-@pytest.mark.parametrize("change", [_other_bos, _cleans, _begins])
-def test_another_use_of_one_vocabulary_is_another_tokenizer(
+@pytest.mark.parametrize("change", [_other_bos, _cleans, _adds_bos])
+def test_other_settings_of_one_vocabulary_are_another_tokenizer(
     change: Callable[[Any], None],
 ) -> None:
     one, same, other = byte_tokenizer(), byte_tokenizer(), byte_tokenizer()
@@ -153,13 +153,13 @@ def result_of(task: str, version: str, **settings: Any) -> rc.lm.TaskResult:
     )
 
 
-def test_other_versions_and_settings_of_which_nothing_is_said_are_refused(tmp_path: Path) -> None:
+def test_other_and_unknown_versions_and_settings_are_refused(tmp_path: Path) -> None:
     requested = {"seed": 1, "text": "abc"}
     save_task(tmp_path / "theirs", result_of("piqa", "1.0", seed=1))
     assert list(load_finished_tasks(tmp_path / "theirs", requested)) == ["piqa"], (
         "which reads no local text"
     )
-    for name, result, said in (
+    for name, result, message in (
         (
             "old",
             result_of("local_ruler_cwe", "1.0", **requested),
@@ -169,11 +169,11 @@ def test_other_versions_and_settings_of_which_nothing_is_said_are_refused(tmp_pa
         ("seed", result_of("piqa", "1.0", text="abc"), "no record of its seed"),
     ):
         save_task(tmp_path / name, result)
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             load_finished_tasks(tmp_path / name, requested)
 
 
-def test_groups_of_an_earlier_run_stay(tmp_path: Path) -> None:
+def test_groups_of_an_earlier_run_are_stored(tmp_path: Path) -> None:
     model = tiny()
     one = rc.lm.evaluate(model, "local_babi_1", **short(tmp_path))
     settings = {k: v for k, v in one["local_babi_1"].settings.items() if k != "text"}
@@ -186,22 +186,22 @@ def test_groups_of_an_earlier_run_stay(tmp_path: Path) -> None:
         settings=settings,
         members=("local_babi_1",),
     )
-    for groups, kept in (
+    for groups, expected in (
         ((group,), ["both"]),
         ((result_of("else", "1", **{**settings, "seed": 5}),), []),
     ):
         rc.lm.Evaluation(model="m", tasks=one.tasks, groups=groups, environment={}).save(tmp_path)
         result = rc.lm.evaluate(model, "local_babi_2", **short(tmp_path))
-        assert [x.task for x in result.groups] == kept
-        assert [x["task"] for x in strict(tmp_path / "results.json")["groups"]] == kept
+        assert [x.task for x in result.groups] == expected
+        assert [x["task"] for x in strict(tmp_path / "results.json")["groups"]] == expected
     (tmp_path / "results.json").write_text("[]")
     initial = {path.name for path in (tmp_path / "tasks").iterdir()}
     with pytest.raises(ValueError, match=r"results\.json is not an evaluation"):
         rc.lm.evaluate(model, "local_babi_3", **short(tmp_path))
-    assert {path.name for path in (tmp_path / "tasks").iterdir()} == initial  # said at once
+    assert {path.name for path in (tmp_path / "tasks").iterdir()} == initial  # announced at once
 
 
-def test_modules_that_were_frozen_for_training_still_are() -> None:
+def test_frozen_modules_stay_frozen() -> None:
     model = tiny().train()
     frozen = model.get_input_embeddings()
     frozen.eval()
@@ -225,7 +225,7 @@ def test_a_context_beyond_learned_positions_is_refused() -> None:
 
 
 def test_tokens_of_many_bytes_fill_a_short_context(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A room of 102 tokens of eight bytes, less than 600 as bytes, which a fixture needs."""
+    """102 tokens of eight bytes, which in bytes is less than the 600 of a fixture."""
     monkeypatch.setattr(
         documents._TaskOptions, "count_tokens", lambda options, text: len(text) // 8
     )
@@ -238,7 +238,7 @@ def test_tokens_of_many_bytes_fill_a_short_context(monkeypatch: pytest.MonkeyPat
         documents.fixtures(context=40, **how)
 
 
-def test_texts_that_end_are_not_drawn_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_texts_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths: list[int] = []
     draw = documents.extractions
 
@@ -253,7 +253,7 @@ def test_texts_that_end_are_not_drawn_again_and_again(monkeypatch: pytest.Monkey
     assert len(lengths) == 4, "a second time each, to see that there is no more"
 
 
-def test_a_text_that_was_written_anew_is_read_anew(tmp_path: Path) -> None:
+def test_changed_text_is_read_again(tmp_path: Path) -> None:
     path = tmp_path / "text.txt"
     for word in ("first", "other"):
         path.write_text(paragraphs(f"The {word} sentence is ", "."))
@@ -267,8 +267,8 @@ def test_a_text_that_was_written_anew_is_read_anew(tmp_path: Path) -> None:
 def test_numbered_answers_are_not_cut(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text(paragraphs("The sentence of ", " is here."))
-    told = {"context": 1500, "limit": 1, "text": str(text)}
-    manager, names = find_tasks(["local_ruler"], told)
+    options = {"context": 1500, "limit": 1, "text": str(text)}
+    manager, names = find_tasks(["local_ruler"], options)
     tasks = load_tasks(manager, names, context=1500).tasks
     assert len(tasks) == 11
     for name, task in tasks.items():

@@ -1,4 +1,4 @@
-"""``recollect generate``: the text that generation gives, streamed, and what its cache weighs."""
+"""``recollect generate``: the text of generation, streamed, and the size of its cache."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def text(*arguments: object) -> dict[str, object]:
     return json.loads(run(*arguments, *TOKENS, "--json")[0])
 
 
-def test_the_text_is_that_of_generate(saved: Path) -> None:
+def test_text_equals_generate(saved: Path) -> None:
     model, tokenizer = RecollectForCausalLM.from_pretrained(saved), byte_tokenizer()
     ids = tokenizer("The memory", return_tensors="pt")["input_ids"]
     how = {"max_new_tokens": 6, "eos_token_id": 256, "pad_token_id": 256}
@@ -69,25 +69,25 @@ def test_the_text_is_that_of_generate(saved: Path) -> None:
     ):
         generator = torch.Generator().manual_seed(5)
         want = model.generate(ids, generator=generator, **how, **more)[0, ids.shape[1] :]
-        said = text(saved, "--prompt", "The memory", *arguments)
-        assert said["text"] == tokenizer.decode(want, skip_special_tokens=True)
-        streamed, beside = run(saved, "--prompt", "The memory", *arguments, *TOKENS)
-        assert streamed == f"The memory{said['text']}\n"
+        output = text(saved, "--prompt", "The memory", *arguments)
+        assert output["text"] == tokenizer.decode(want, skip_special_tokens=True)
+        streamed, stderr = run(saved, "--prompt", "The memory", *arguments, *TOKENS)
+        assert streamed == f"The memory{output['text']}\n"
         grows = "softmax" in saved.name
-        assert ("growing with the text" if grows else "however long the text") in beside
-        assert said["cache_grows"] == grows
+        assert ("growing with the text" if grows else "however long the text") in stderr
+        assert output["cache_grows"] == grows
         with torch.no_grad():
             cache = rc.lm.cache_of(model(torch.cat([ids[0], want[:-1]])[None]))
-        assert said["cache_bytes_per_sequence"] == cache.nbytes
+        assert output["cache_bytes_per_sequence"] == cache.nbytes
 
 
-def test_reading_is_saved_and_resumed(saved: Path, tmp_path: Path) -> None:
+def test_prompt_is_saved_and_resumed(saved: Path, tmp_path: Path) -> None:
     full = text(saved, "--prompt", "The memory of")
     state = tmp_path / "state.safetensors"
     first = text(saved, "--prompt", "The memory", "--save-state", state)
     assert first["text"] == text(saved, "--from-state", state)["text"]
     assert full["text"] == text(saved, "--from-state", state, "--prompt", " of")["text"]
-    assert text(saved)["tokens"]  # a text of its own begins where another ended
+    assert text(saved)["tokens"]  # a new text after the end of another
 
 
 def test_refusals_are_one_sentence(saved: Path, tmp_path: Path) -> None:
@@ -120,20 +120,20 @@ def test_a_state_replaces_only_a_state(saved: Path, tmp_path: Path) -> None:
     ["gated_delta_net", pytest.param("softmax_attention", marks=pytest.mark.slow)],
     indirect=True,
 )
-def test_a_prompt_is_read_from_what_is_piped_in(saved: Path) -> None:
-    """As it would be given; a terminal is not read, and an option comes before a pipe."""
+def test_prompt_is_read_from_a_pipe(saved: Path) -> None:
+    """Equal to the option; a terminal is not read, and an option takes precedence over a pipe."""
 
-    def piped(given: bytes, *arguments: str) -> dict[str, object]:
+    def piped(stdin: bytes, *arguments: str) -> dict[str, object]:
         requested = ["generate", str(saved), *arguments, *TOKENS, "--temperature", "0", "--json"]
-        result = CliRunner().invoke(build(), requested, input=given)
+        result = CliRunner().invoke(build(), requested, input=stdin)
         assert result.exit_code == 0, (result.output, result.exception)
         return json.loads(result.stdout)
 
     for typed in ("hello", "größer\nals", ""):
         expected = text(saved, "--prompt", typed, "--temperature", 0)
-        for given in (typed, typed + "\n", typed + "\r\n"):
+        for piped_text in (typed, typed + "\n", typed + "\r\n"):
             for arguments in ((), ("--prompt", "-")):
-                read = piped(given.encode(), *arguments)
+                read = piped(piped_text.encode(), *arguments)
                 assert (read["prompt"], read["text"]) == (typed, expected["text"])
     assert piped(b"hello", "--prompt", "other")["prompt"] == "other"
     assert piped(b"hello", "--prompt", "")["prompt"] == ""
@@ -142,7 +142,7 @@ def test_a_prompt_is_read_from_what_is_piped_in(saved: Path) -> None:
     assert "standard input is not UTF-8 text" in result.stderr
 
 
-def test_a_terminal_is_not_read_and_a_silent_pipe_is_told_of(
+def test_terminal_is_not_read_and_an_empty_pipe_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     primary, terminal = os.openpty()
@@ -162,7 +162,7 @@ def test_a_terminal_is_not_read_and_a_silent_pipe_is_told_of(
     assert "reading the prompt from the standard input" in capsys.readouterr().err
 
 
-def test_a_run_stands_for_its_model(saved: Path, tmp_path: Path) -> None:
+def test_run_folder_names_its_model(saved: Path, tmp_path: Path) -> None:
     run_folder = tmp_path / "mine"
     shutil.copytree(saved, run_folder / "model")
     (run_folder / "plan.json").write_text("{}")
@@ -179,7 +179,7 @@ def test_a_run_stands_for_its_model(saved: Path, tmp_path: Path) -> None:
     assert "and has no checkpoint yet" in run(run_folder, code=2)[1]
 
 
-def test_an_adapter_is_told_what_it_needs(tmp_path: Path) -> None:
+def test_adapter_error_names_the_base_model(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     _, output = run(tmp_path, code=2)
     assert "holds an adapter of PEFT" in output and "merge_and_unload()" in output
@@ -193,14 +193,14 @@ def test_new_tokens_have_the_name_that_transformers_gives_them(saved: Path) -> N
     assert json.loads(same)["tokens"] == 3
 
 
-def test_the_size_of_the_cache_on_the_page_is_that_of_its_model() -> None:
+def test_size_of_the_cache_on_the_page() -> None:
     page = (Path(__file__).parents[2] / "docs" / "language-models.md").read_text(encoding="utf-8")
-    said = re.search(
+    match = re.search(
         r"A `(\w+)` model \((\d+) layers, width (\d+), (\d+) heads\) prints\n\n +(.*)",
         page,
     )
-    assert said is not None
-    name, depth, width, heads, line = said.groups()
+    assert match is not None
+    name, depth, width, heads, line = match.groups()
     config = RecollectConfig.from_recipes(
         name,
         vocab_size=257,
@@ -249,7 +249,7 @@ def llama() -> transformers.LlamaForCausalLM:
 
 
 @pytest.mark.parametrize(("layers", "grows"), [(None, False), ([0], True)])
-def test_a_decoder_with_replaced_layers_writes_on(
+def test_decoder_with_replaced_layers_continues(
     llama: transformers.LlamaForCausalLM, layers: list[int] | None, grows: bool, tmp_path: Path
 ) -> None:
     model = copy.deepcopy(llama)
@@ -258,14 +258,16 @@ def test_a_decoder_with_replaced_layers_writes_on(
     byte_tokenizer().save_pretrained(str(tmp_path / "m"))
     ids = byte_tokenizer()("The memory", return_tensors="pt")["input_ids"]
     want = model.eval().generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=256)
-    said = text(tmp_path / "m", "--prompt", "The memory", "--temperature", 0)
-    assert said["text"] == byte_tokenizer().decode(want[0, ids.shape[1] :])
-    assert said["cache_grows"] is grows and said["cache_columns"] == ids.shape[1] + 5
-    # Per sequence: keys and values of 15 tokens, 2 heads of 16 channels, and the states beside.
-    kept = 2 * 2 * 16 * 4 * said["cache_columns"] if grows else 0  # type: ignore[operator]
+    output = text(tmp_path / "m", "--prompt", "The memory", "--temperature", 0)
+    assert output["text"] == byte_tokenizer().decode(want[0, ids.shape[1] :])
+    assert output["cache_grows"] is grows and output["cache_columns"] == ids.shape[1] + 5
+    # Per sequence: keys and values of 15 tokens, 2 heads of 16 channels, and the states.
+    attention_bytes = 2 * 2 * 16 * 4 * output["cache_columns"] if grows else 0  # type: ignore[operator]
     state = 2 * 16 * 16 * 4  # two matrices at least
-    assert kept + state * (1 if grows else 2) <= int(str(said["cache_bytes_per_sequence"]))
-    assert int(str(said["cache_bytes_per_sequence"])) < kept + 4 * state
+    assert attention_bytes + state * (1 if grows else 2) <= int(
+        str(output["cache_bytes_per_sequence"])
+    )
+    assert int(str(output["cache_bytes_per_sequence"])) < attention_bytes + 4 * state
     one, other = (text(tmp_path / "m", "--seed", seed)["text"] for seed in (1, 1))
     assert one == other
     for option in ("--save-state", "--from-state"):
@@ -274,7 +276,7 @@ def test_a_decoder_with_replaced_layers_writes_on(
         assert why.count("\n") == 1
 
 
-def test_a_model_of_somebody_else_is_refused_by_its_type(
+def test_model_of_another_type_is_refused(
     llama: transformers.LlamaForCausalLM, tmp_path: Path
 ) -> None:
     llama.save_pretrained(tmp_path / "m")
@@ -287,20 +289,20 @@ def test_a_model_of_somebody_else_is_refused_by_its_type(
 
 
 class Line:
-    """A session that reaches nobody, or a hub that answers."""
+    """A session without a connection, or with a hub that answers."""
 
     def __init__(self, answers: bool) -> None:
-        self.answers, self.asked = answers, 0
+        self.answers, self.num_requests = answers, 0
 
     def head(self, url: str, timeout: float) -> None:
-        self.asked += 1
+        self.num_requests += 1
         assert timeout <= 5
         if not self.answers:
             raise OSError("Name or service not known")
 
 
-def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not again and again for half a minute, and never for a folder."""
+def test_unreachable_hub_is_requested_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for half a minute of retries, and never for a folder."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
 
     def never(*_: object, **__: object) -> None:
@@ -315,13 +317,13 @@ def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatc
     _, why = run("some-org/nope", "--prompt", "a", code=2)
     assert "there is no folder 'some-org/nope', and no model of that name can be fetched" in why
     assert why.count("\n") == 1
-    assert line.asked == 1
+    assert line.num_requests == 1
     with pytest.raises(ValueError, match="there is no such folder, and the hub gives no tokenizer"):
         load_tokenizer("some-org/nope")
-    assert line.asked == 1  # the result is remembered for a minute
+    assert line.num_requests == 1  # the result is remembered for a minute
     clock.monotonic = lambda: 60.0
-    assert offline_kwargs("some-org/nope") == {"local_files_only": True} and line.asked == 2
-    line.answers = True  # the connection is back
+    assert offline_kwargs("some-org/nope") == {"local_files_only": True} and line.num_requests == 2
+    line.answers = True  # the connection is restored
     clock.monotonic = lambda: 120.0
     assert offline_kwargs("some-org/nope") == {}
     _responds.cache_clear()
@@ -353,7 +355,7 @@ def test_a_broken_tokenizer_is_refused_in_one_sentence(
         load_tokenizer(str(folder))
 
 
-def test_a_decoder_of_others_is_checked_before_it_is_loaded(tmp_path: Path) -> None:
+def test_other_decoders_are_checked_before_loading(tmp_path: Path) -> None:
     """A header that names a tensor twice, of which safetensors takes the last."""
     sizes = {"vocab_size": 257, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     config = transformers.LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)
@@ -364,16 +366,14 @@ def test_a_decoder_of_others_is_checked_before_it_is_loaded(tmp_path: Path) -> N
         load_model_and_tokenizer(str(tmp_path), any_decoder=True)
 
 
-def test_a_folder_needs_no_hub_and_a_hub_that_answers_is_asked(
-    saved: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folder_needs_no_hub(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     line = Line(answers=True)
     monkeypatch.setattr("huggingface_hub.get_session", lambda: line)
     monkeypatch.setattr("recollect.lm.hub.time", SimpleNamespace(monotonic=lambda: 0.0))
     _responds.cache_clear()
-    assert offline_kwargs(str(saved)) == {} and line.asked == 0
-    assert offline_kwargs("some-org/some") == {} and line.asked == 1
+    assert offline_kwargs(str(saved)) == {} and line.num_requests == 0
+    assert offline_kwargs("some-org/some") == {} and line.num_requests == 1
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert offline_kwargs("some-org/some") == {"local_files_only": True} and line.asked == 1
+    assert offline_kwargs("some-org/some") == {"local_files_only": True} and line.num_requests == 1
     _responds.cache_clear()

@@ -1,4 +1,4 @@
-"""Generation with one cache for every recipe: what is decoded is what a forward pass says."""
+"""Generation with one cache for every recipe: decoded logits equal those of a forward pass."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from recollect.lm import RecollectCache, cache_of
 ALL = [*every_family(), "hybrid"]
 # float32: logits are sums of a few hundred products of order 1, here of order 4.
 TOL = {"atol": 4e-4, "rtol": 1e-4}
-# Solves for 153 coefficients around every query: float32 keeps three digits of them, so what is
-# compared is float64.
+# Solves for 153 coefficients around every query: float32 has three digits of them, so the test
+# compares float64.
 EXACT = ("local_quadratic_attention",)
 HOW = {"max_new_tokens": 4, "pad_token_id": 0}
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_padding_on_the_left_is_each_row_alone_while_decoding_too(name: str) -> None:
+def test_left_padding_equals_single_rows(name: str) -> None:
     net, (ids, mask) = model(name), padded()
     net = copy.deepcopy(net).double() if name in EXACT else net
     with torch.no_grad():
@@ -43,7 +43,7 @@ def test_padding_on_the_left_is_each_row_alone_while_decoding_too(name: str) -> 
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_beams_with_the_cache_are_beams_without(name: str) -> None:
+def test_beams_with_and_without_the_cache(name: str) -> None:
     net, (ids, mask) = model(name), padded()
     how = {**HOW, "attention_mask": mask, "num_beams": 3, "num_return_sequences": 2}
     result = net.generate(ids, do_sample=False, **how)
@@ -76,7 +76,7 @@ def test_sampling_is_reproducible_from_a_generator(name: str) -> None:
 
     initial = torch.get_rng_state()
     first = draw(3)
-    assert torch.equal(torch.get_rng_state(), initial)  # the global generator stayed as it was
+    assert torch.equal(torch.get_rng_state(), initial)  # the global generator is unchanged
     torch.rand(5)
     assert torch.equal(draw(3), first)
     assert torch.equal(draw(3, use_cache=False), first)
@@ -108,7 +108,7 @@ def test_a_generator_moves_on_and_must_be_one() -> None:
 
 
 @pytest.mark.parametrize("name", ALL[:-1])
-def test_the_cache_grows_only_where_a_recipe_keeps_everything(name: str) -> None:
+def test_cache_grows_only_if_a_recipe_stores_all_tokens(name: str) -> None:
     net, preset = model(name), rc.zoo.get(name)
     priced = (
         rc.cost(preset.recipe, K=16, V=16).state_bytes_per_token > 0
@@ -132,7 +132,7 @@ def test_a_returned_cache_is_continued(name: str) -> None:
     cache = cache_of(out)
     assert isinstance(cache, RecollectCache)
     assert isinstance(cache, Cache)
-    assert cache.past_length == out.sequences.shape[1] - 1  # the last token was not read yet
+    assert cache.past_length == out.sequences.shape[1] - 1  # the last token is not read yet
     longer = torch.cat([mask, torch.ones(2, 3).long()], 1)
     rest = {"attention_mask": longer, "cache": cache, "max_new_tokens": 5, **how}
     for _ in range(2):  # twice from one cache
@@ -155,14 +155,14 @@ def test_a_long_prompt_is_read_in_pieces(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["gated_delta_net", "softmax_attention"])
-def test_embeddings_may_stand_for_the_prompt(name: str) -> None:
+def test_embeddings_may_replace_the_prompt(name: str) -> None:
     net, (ids, mask) = model(name), padded()
     how = {**HOW, "attention_mask": mask, "do_sample": False}
     result = net.generate(inputs_embeds=net.get_input_embeddings()(ids), **how)
     assert torch.equal(result, net.generate(ids, **how)[:, ids.shape[1] :])
 
 
-def test_a_cache_is_taken_by_its_name_and_by_its_earlier_one() -> None:
+def test_cache_argument_has_two_names() -> None:
     net, ids = model("gated_delta_net"), text()
     cache, last = cache_of(net(ids[:, :-1])), ids[:, -1:]
     for part in (net, net.model):
@@ -175,7 +175,7 @@ def test_a_cache_is_taken_by_its_name_and_by_its_earlier_one() -> None:
     assert torch.equal(generated, net.generate(ids, cache=cache, **HOW))
 
 
-def test_what_cannot_be_continued_is_one_sentence() -> None:
+def test_invalid_caches_give_one_sentence() -> None:
     net, ids = model("gated_delta_net"), text()
     cache = cache_of(net(ids))
     with pytest.raises(ValueError, match="cache has 9 tokens and input_ids has 9, so none is new"):
@@ -186,7 +186,7 @@ def test_what_cannot_be_continued_is_one_sentence() -> None:
         net(ids, cache=cache_of(model("hybrid")(ids)))
 
 
-def test_a_cache_says_what_it_holds() -> None:
+def test_repr_of_a_cache() -> None:
     cache = cache_of(model("gated_delta_net")(text(2, 5)))
     assert repr(cache) == (
         f"RecollectCache(2 layers, 2 sequences, 5 tokens, {cache.nbytes // 2} bytes per sequence)"

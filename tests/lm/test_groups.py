@@ -1,4 +1,4 @@
-"""Weight decay falls on maps and embeddings only, and every trained number is in one group."""
+"""Weight decay applies to maps and embeddings only, and every trained number is in one group."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SIZES = {
     "num_hidden_layers": 1,
     "num_attention_heads": 2,
 }
-# Between them: gates of low and full rank, static params, ties, shifts, phases, skips,
+# The presets contain gates of low and full rank, static params, ties, shifts, phases, skips,
 # convolutions, initial memories (matrices and MLPs) and learned pairs.
 NAMES = ["gated_delta_net", "rwkv7", "mamba2", "titans", "lru", "mlstm", "dot", "ffn_swiglu"]
 # The last part of a parameter's path in maps that decay.
@@ -39,14 +39,14 @@ def test_only_maps_embeddings_and_feed_forward_pairs_decay(name: str) -> None:
         in_gates = ".gates." in path or ".params." in path
         is_map = path.endswith(MAPS) and not in_gates
         is_embedding = path in ("model.embed_tokens.weight", "lm_head.weight")
-        # Feed-forward memories hold their weights as pairs.
+        # Feed-forward memories store their weights as pairs.
         is_pair = name.startswith("ffn") and path.split(".")[-1] in ("keys", "values")
         is_pair = is_pair or (name.startswith("ffn") and in_gates)
         assert (path in decayed) == (is_map or is_embedding or is_pair), path
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_trained_number_stands_once(name: str) -> None:
+def test_every_trained_number_is_in_one_group(name: str) -> None:
     model = build(name, tie_word_embeddings=True)
     groups = rc.lm.parameter_groups(model, weight_decay=0.3)
     assert [group["weight_decay"] for group in groups] == [0.3, 0.0]
@@ -55,8 +55,8 @@ def test_every_trained_number_stands_once(name: str) -> None:
     assert sorted(ids) == sorted(id(p) for p in trained)
 
 
-def test_decay_moves_what_it_should_and_nothing_else() -> None:
-    """With zero gradients, AdamW's only motion is decay."""
+def test_decay_changes_only_its_group() -> None:
+    """With zero gradients AdamW changes weights by decay alone."""
     model = build("titans")
     initial = {name: p.detach().clone() for name, p in model.named_parameters()}
     for p in model.parameters():
@@ -68,8 +68,8 @@ def test_decay_moves_what_it_should_and_nothing_else() -> None:
         torch.testing.assert_close(p.detach(), expected)
 
 
-def test_models_of_others_are_taken_too() -> None:
-    """What is not recollect's own decays from two axes on; a group without members is left out."""
+def test_other_models() -> None:
+    """Other models' parameters decay from two axes on; a group without members is left out."""
     model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
     assert decay_parameter_names(model) == ["0.weight"]
     assert len(rc.lm.parameter_groups(nn.LayerNorm(4))) == 1

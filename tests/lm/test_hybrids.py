@@ -1,4 +1,4 @@
-"""Models of mixers: every hybrid of the zoo saves, loads, decodes and counts like any other."""
+"""Every hybrid of the zoo saves, loads, decodes and counts parameters like other models."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ VOCAB = 24
 HOW = {"max_new_tokens": 4, "pad_token_id": 0, "do_sample": False}
 # float32: logits are sums of a few hundred products of order 1, here of order 4.
 TOL = {"atol": 4e-4, "rtol": 1e-4}
-# Each composes as another hybrid, of other memories.
+# Each composes like another hybrid, with other memories.
 SLOW = ("atlas_mac", "atlas_mag", "atlas_mal", "moneta_h", "yaad_h")
-# These decode as another hybrid too.
+# These decode like another hybrid, too.
 SLOW_TO_GENERATE = (*SLOW, "gated_delta_net_h1", "abc", "log_linear_attention", "hope_attention")
 
 
-def every(slow: tuple[str, ...]) -> pytest.MarkDecorator:
+def hybrids(slow: tuple[str, ...]) -> pytest.MarkDecorator:
     names = rc.zoo.names(kind="hybrid")
     marked = [pytest.param(name, marks=[pytest.mark.slow] * (name in slow)) for name in names]
     return pytest.mark.parametrize("name", marked)
 
 
-EVERY = every(SLOW)
+HYBRIDS = hybrids(SLOW)
 
 
 def small(name: object, **sizes: object) -> RecollectConfig:
@@ -68,12 +68,12 @@ def small(name: object, **sizes: object) -> RecollectConfig:
 def model(name: object, **sizes: object) -> RecollectForCausalLM:
     net = RecollectForCausalLM(small(name, **sizes)).eval()
     with torch.no_grad():
-        net.lm_head.weight.mul_(4)  # choices that rounding cannot turn
+        net.lm_head.weight.mul_(4)  # choices that do not depend on rounding
     return net
 
 
-@EVERY
-def test_a_hybrid_is_saved_and_loaded_whole(name: str, tmp_path: Path) -> None:
+@HYBRIDS
+def test_hybrid_is_saved_and_loaded(name: str, tmp_path: Path) -> None:
     net = model(name)
     net.save_pretrained(tmp_path)
     repeated = RecollectForCausalLM.from_pretrained(tmp_path)
@@ -82,15 +82,15 @@ def test_a_hybrid_is_saved_and_loaded_whole(name: str, tmp_path: Path) -> None:
     assert torch.equal(net(text()).logits, repeated(text()).logits)
 
 
-@EVERY
+@HYBRIDS
 def test_parameters_are_counted_in_closed_form(name: str) -> None:
     config = small(name)
     weights = sum(p.numel() for p in RecollectForCausalLM(config).parameters())
     assert sum(count_parameters(config).values()) == weights
 
 
-@EVERY
-def test_decoding_is_reading_on_and_padding_is_nothing(name: str) -> None:
+@HYBRIDS
+def test_decoding_and_padding(name: str) -> None:
     net, (ids, mask) = model(name), padded()
     with torch.no_grad():
         out = net(ids, attention_mask=mask, use_cache=True)
@@ -105,8 +105,8 @@ def test_decoding_is_reading_on_and_padding_is_nothing(name: str) -> None:
             torch.testing.assert_close(out.logits[i], net(full).logits[0, -3:], **TOL)
 
 
-@every(SLOW_TO_GENERATE)
-def test_greedy_and_beams_are_what_they_are_without_a_cache(name: str) -> None:
+@hybrids(SLOW_TO_GENERATE)
+def test_greedy_and_beams_with_and_without_a_cache(name: str) -> None:
     net, (ids, mask) = model(name), padded()
     for beams in (1, 3):
         with_cache = net.generate(ids, attention_mask=mask, num_beams=beams, **HOW)
@@ -117,7 +117,7 @@ def test_greedy_and_beams_are_what_they_are_without_a_cache(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["titans_mac", "atlas_mag", "samba"])
-def test_a_prompt_is_kept_in_a_file(name: str, tmp_path: Path) -> None:
+def test_prompt_is_saved_to_a_file(name: str, tmp_path: Path) -> None:
     net = model(name)
     for length in (1, 2, 7):
         prompt = CachedPrompt.prefill(net, text(2, length))
@@ -133,7 +133,7 @@ def test_a_prompt_is_kept_in_a_file(name: str, tmp_path: Path) -> None:
     [MemoryAsContext("gla", "softmax_attention", segment=2), CachedMemory("gla", segment=2)],
 )
 def test_a_prompt_survives_segments_that_end_with_it(mixer: Mixer, tmp_path: Path) -> None:
-    """Shapes of a state before and after a segment begins anew are both the model's."""
+    """States before and after the start of a segment have different shapes."""
     net = model(mixer)
     for length in (2, 3, 4, 5):
         prompt = CachedPrompt.prefill(net, text(1, length))
@@ -150,9 +150,9 @@ def with_short_batches(leaf: RecipeMixer) -> RecipeMixer:
     return replace(leaf, recipe=leaf.recipe.replace(algorithm=changed))
 
 
-@EVERY
+@HYBRIDS
 def test_a_training_step_reaches_every_parameter(name: str) -> None:
-    # Longer than segments and inner batches, so that retrievals are of something.
+    # Longer than segments and inner batches, so that retrievals are not empty.
     mixers = dict(rc.zoo.get(name).layers)  # type: ignore[union-attr]
     mixers = {
         name: replace(mixer, segment=4)
@@ -165,17 +165,17 @@ def test_a_training_step_reaches_every_parameter(name: str) -> None:
     net(ids, labels=ids).loss.backward()
     for key, weight in net.named_parameters():
         assert weight.grad is not None and weight.grad.isfinite().all(), key
-        # A threshold that no error of these few tokens exceeds moves nothing.
+        # A threshold above all errors of these few tokens has no gradient.
         assert "threshold" in key or weight.grad.abs().max() > 0, key
 
 
-def test_a_pattern_brings_its_mixers_and_says_where_mlps_stand() -> None:
+def test_pattern_defines_mixers_and_mlps() -> None:
     config = small("gated_delta_net_h2", num_hidden_layers=5)
     names = ["mamba2", "gated_delta_net", "sliding_window_attention"]
     assert config.layers == names
     assert config.layer_names == [*names, *names[:2]]
     assert config.has_mlp == [True] * 5
-    own = small(
+    custom = small(
         {
             "memory": MemoryAsGate("gla", "sliding_window_attention"),
             "swa": "sliding_window_attention",
@@ -183,18 +183,18 @@ def test_a_pattern_brings_its_mixers_and_says_where_mlps_stand() -> None:
         layers=["memory", "swa", "mlp"],
         num_hidden_layers=4,
     )
-    assert own.layer_names == ["memory", "swa", "memory", "swa"]
-    assert own.has_mlp == [False, True, False, True]
-    net = RecollectForCausalLM(own)
-    assert [block.mlp is not None for block in net.model.blocks] == own.has_mlp
+    assert custom.layer_names == ["memory", "swa", "memory", "swa"]
+    assert custom.has_mlp == [False, True, False, True]
+    net = RecollectForCausalLM(custom)
+    assert [block.mlp is not None for block in net.model.blocks] == custom.has_mlp
     weights = sum(p.numel() for p in net.parameters())
-    assert sum(count_parameters(own).values()) == weights
-    (matched,) = rc.lm.match_parameters([own], weights + 2000)
+    assert sum(count_parameters(custom).values()) == weights
+    (matched,) = rc.lm.match_parameters([custom], weights + 2000)
     assert abs(rc.lm.parameter_count(matched) - weights - 2000) <= 12 * 16 * 2
 
 
-def test_an_mlp_stands_only_where_the_pattern_has_one() -> None:
-    """The model against its parts by hand: a memory without one, an attention with one."""
+def test_mlps_follow_the_pattern() -> None:
+    """The model against its parts: a memory without an MLP, and an attention with one."""
     net = model({"a": "gla", "b": "delta_net"}, layers=["a", "b", "mlp"], num_hidden_layers=2)
     ids = text(1, 7)
     first, second = net.model.blocks
@@ -206,20 +206,20 @@ def test_an_mlp_stands_only_where_the_pattern_has_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layers", "said"),
+    ("layers", "message"),
     [
         (["gla", "swa"], "layers names the recipe 'swa', which is not among: gla"),
         (["mlp", "gla"], "layers must begin with a recipe and have one between two 'mlp'"),
         (["gla", "mlp", "mlp"], "layers must begin with a recipe and have one between two 'mlp'"),
     ],
 )
-def test_a_pattern_that_names_what_is_not_there_is_refused(layers: list[str], said: str) -> None:
+def test_pattern_with_an_unknown_mixer_is_refused(layers: list[str], message: str) -> None:
     with pytest.raises(rc.RecipeError) as caught:
         small({"gla": "gla"}, layers=layers)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
-def test_names_and_entries_that_mean_nothing_are_refused() -> None:
+def test_meaningless_names_and_entries_are_refused() -> None:
     with pytest.raises(rc.RecipeError, match="a recipe cannot be named 'mlp'"):
         small({"mlp": "gla"})
     with pytest.raises(rc.RecipeError, match="samba is a pattern of layers"):
@@ -227,10 +227,10 @@ def test_names_and_entries_that_mean_nothing_are_refused() -> None:
     config = small("titans_mac")
     with pytest.raises(rc.RecipeError, match="composes memory, attention, and one recipe"):
         config.recipe("titans_mac")
-    written = config.to_dict()
-    written["recipes"]["titans_mac"]["segment"] = 0
+    data = config.to_dict()
+    data["recipes"]["titans_mac"]["segment"] = 0
     with pytest.raises(rc.RecipeError, match="must be a whole number >= 1, not 0"):
-        RecollectConfig.from_dict(written)
+        RecollectConfig.from_dict(data)
     with pytest.raises(rc.RecipeError, match="one recipe is expected here"):
         rc.lm.model.config.resolve_recipe("titans_mac")
 
@@ -241,14 +241,15 @@ def test_whether_a_cache_grows_is_known() -> None:
     assert not model("samba").has_growing_cache
 
 
-def test_a_training_loss_has_its_share_of_the_balance_loss() -> None:
+def test_training_loss_includes_the_balance_loss() -> None:
     net = model(
         {"a": MixtureOfMemories(["gla"] * 3, top=1), "b": "delta_net"}, router_aux_loss_coef=0.5
     )
     ids, mask = padded()
     with record_routing(net) as routes:
         held_out = net(ids, attention_mask=mask, labels=ids)
-    routers = [block.layer.router for block in net.model.blocks if "0" in _parts(block.layer)]
+    layers = [block.layer for block in net.model.blocks]
+    routers = [layer.router for layer in layers if "0" in getattr(layer, "parts", {})]
     assert len(routes) == len(routers) == 2  # layers a, b, a
     losses = []
     for routing in routes:
@@ -266,10 +267,11 @@ def test_a_training_loss_has_its_share_of_the_balance_loss() -> None:
     torch.testing.assert_close(trained.loss, plain + 0.5 * held_out.aux_loss, **TOL)
     trained.loss.backward()
     gradients = [router.scores.weight.grad.clone() for router in routers]
-    # The weight of a single memory is 1: a router learns from the balance alone.
+    # The weight of a single memory is 1, so a router learns from the balance alone.
     assert all(gradient.abs().max() > 0 for gradient in gradients)
     net.zero_grad()
-    half = net(ids, attention_mask=mask, labels=ids, num_items_in_batch=2 * int(_asked(ids, mask)))
+    count = 2 * int(mask[:, :-1].sum())
+    half = net(ids, attention_mask=mask, labels=ids, num_items_in_batch=count)
     torch.testing.assert_close(half.loss, trained.loss / 2, **TOL)
     assert model("gla")(ids, labels=ids).get("aux_loss") is None
 
@@ -286,14 +288,6 @@ def test_checkpointed_layers_have_the_same_balance_gradient() -> None:
         result.append({name: p.grad.clone() for name, p in net.named_parameters()})
     for name, gradient in result[0].items():
         torch.testing.assert_close(gradient, result[1][name], **TOL)
-
-
-def _parts(layer: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    return dict(getattr(layer, "parts", {}))
-
-
-def _asked(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    return mask[:, :-1].sum()
 
 
 @pytest.mark.parametrize(

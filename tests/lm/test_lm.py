@@ -1,4 +1,4 @@
-"""The language model: saved and loaded bit by bit, and the same text however it is fed."""
+"""The language model: exact saving, and equal outputs for every way to pass a text."""
 
 from __future__ import annotations
 
@@ -75,14 +75,14 @@ def test_prefill_and_decode_are_one_forward(name: str) -> None:
         for t in range(6, T):
             out = net(ids[:, t : t + 1], cache=cache_of(out))
             logits.append(out.logits)
-    # Its systems of K(K + 3)/2 monomials are so badly conditioned that rounding grows tenfold.
-    far = {"atol": 1e-3, "rtol": 1e-3} if name == "local_quadratic_attention" else TOL
-    torch.testing.assert_close(torch.cat(logits, 1), full, **far)
+    # Its systems of K(K + 3)/2 monomials have a condition that multiplies rounding by ten.
+    tolerance = {"atol": 1e-3, "rtol": 1e-3} if name == "local_quadratic_attention" else TOL
+    torch.testing.assert_close(torch.cat(logits, 1), full, **tolerance)
     assert cache_of(out).get_seq_length() == T
 
 
 @pytest.mark.parametrize("name", ["gated_delta_net", "softmax_attention", "hybrid"])
-def test_padded_rows_and_packed_documents_are_texts_alone(name: str) -> None:
+def test_padded_rows_and_packed_documents_equal_single_texts(name: str) -> None:
     net, ids = model(HYBRID if name == "hybrid" else name), text()
     mask = torch.ones_like(ids)
     mask[0, :4] = 0
@@ -92,7 +92,7 @@ def test_padded_rows_and_packed_documents_are_texts_alone(name: str) -> None:
         single = [net(ids[:1, 4:], labels=ids[:1, 4:]), net(ids[1:], labels=ids[1:])]
         torch.testing.assert_close(out.logits[:1, 4:], single[0].logits, **TOL)
         torch.testing.assert_close(out.logits[1:], single[1].logits, **TOL)
-        # The next column, as generation feeds it: the mask grows with the text.
+        # The mask grows with the text, as in generation.
         longer = torch.cat([mask, mask[:, -1:]], 1)
         more = net(ids[:, :1], attention_mask=longer, cache=cache_of(out)).logits
         one = net(ids[:1, :1], cache=cache_of(single[0])).logits
@@ -103,7 +103,7 @@ def test_padded_rows_and_packed_documents_are_texts_alone(name: str) -> None:
         both = net(packed, cu_seqlens=borders, labels=packed)
         want = torch.cat([single[0].logits[0], single[1].logits[0]])
         torch.testing.assert_close(both.logits[0], want, **TOL)
-        # No token is predicted across a border: the loss is that of the documents.
+        # Tokens are not predicted across a boundary: the loss is that of the documents.
         counts = torch.tensor([T - 5.0, T - 1.0])
         mean = (torch.stack([a.loss for a in single]) * counts).sum() / counts.sum()
         torch.testing.assert_close(both.loss, mean, **TOL)
@@ -111,7 +111,7 @@ def test_padded_rows_and_packed_documents_are_texts_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["gated_delta_net", "retnet", "hybrid"])
-def test_saved_and_loaded_is_the_same_bit_by_bit(name: str, tmp_path: Path) -> None:
+def test_save_and_load_are_exact(name: str, tmp_path: Path) -> None:
     net, ids = model(HYBRID if name == "hybrid" else name, tie_word_embeddings=True), text()
     net.save_pretrained(tmp_path)
     assert {p.suffix for p in tmp_path.iterdir()} == {".json", ".md", ".safetensors"}
@@ -127,7 +127,7 @@ def test_saved_and_loaded_is_the_same_bit_by_bit(name: str, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("hidden", "heads"), [(768, 12), (384, 12), (512, 8), (1024, 16), (1000, 10), (130, 2), (16, 1)]
 )
-def test_heads_that_nobody_names_divide_the_width(hidden: int, heads: int, tmp_path: Path) -> None:
+def test_default_number_of_heads_divides_the_width(hidden: int, heads: int, tmp_path: Path) -> None:
     config = RecollectConfig.from_recipes("gla", hidden_size=hidden)
     assert config.num_attention_heads == config.num_key_value_heads == heads
     assert hidden % heads == 0 and hidden // heads >= min(hidden, 32)
@@ -136,24 +136,24 @@ def test_heads_that_nobody_names_divide_the_width(hidden: int, heads: int, tmp_p
     assert RecollectConfig.from_pretrained(tmp_path) == config
 
 
-def test_heads_that_are_named_stay() -> None:
+def test_explicit_number_of_heads_is_unchanged() -> None:
     config = RecollectConfig.from_recipes("gla", hidden_size=512, num_attention_heads=4)
     assert RecollectConfig.from_dict(config.to_dict()).num_attention_heads == 4
-    # A file that leaves them out means what it always did, where that was a model.
+    # A file without the field has its former meaning if that gave a model.
     assert RecollectConfig.from_dict({"hidden_size": 96}).num_attention_heads == 12
-    given = RecollectConfig.from_dict({"hidden_size": 512, "head_dim": 32})
-    assert given.num_attention_heads == 12
+    loaded = RecollectConfig.from_dict({"hidden_size": 512, "head_dim": 32})
+    assert loaded.num_attention_heads == 12
     with pytest.raises(rc.RecipeError, match=r"num_attention_heads=.* whole number from 1"):
         RecollectConfig(num_attention_heads=0)
 
 
-def test_config_holds_recipes_in_full(tmp_path: Path) -> None:
+def test_config_contains_full_recipes(tmp_path: Path) -> None:
     result = config(["gla", "softmax_attention"], num_hidden_layers=3)
     result.save_pretrained(tmp_path)
-    written = json.loads((tmp_path / "config.json").read_text())
-    assert written["schema"] == 2
-    assert written["layers"] == ["gla", "softmax_attention"]
-    assert written["recipes"]["gla"]["recipe"]["retention"]["per"] == "key"
+    stored = json.loads((tmp_path / "config.json").read_text())
+    assert stored["schema"] == 2
+    assert stored["layers"] == ["gla", "softmax_attention"]
+    assert stored["recipes"]["gla"]["recipe"]["retention"]["per"] == "key"
     back = AutoConfig.from_pretrained(tmp_path)
     assert back == result
     assert back != config(["gla", "softmax_attention"], num_hidden_layers=4)
@@ -165,7 +165,7 @@ def test_config_holds_recipes_in_full(tmp_path: Path) -> None:
 
 
 def test_loading_never_runs_code(tmp_path: Path) -> None:
-    """A member that nobody registered is refused in words; nothing is imported to find it."""
+    """An unregistered member is refused, and nothing is imported to find it."""
 
     @rc.member
     class Tilted(rc.bias.Bias):
@@ -256,7 +256,7 @@ def test_parameters_are_counted_and_matched() -> None:
     for result, initial in zip(matched, configs, strict=True):
         assert abs(parameter_count(result) - target) < 0.012 * target
         assert result.intermediate_size % 8 == 0
-        assert initial.intermediate_size == 168  # the given ones stay as they are
+        assert initial.intermediate_size == 168  # the fixed ones are unchanged
     with pytest.raises(ValueError, match="narrowest MLP"):
         match_parameters(configs, 1000)
     tied = config("gla", tie_word_embeddings=True)
@@ -294,20 +294,20 @@ def test_bad_inputs_are_one_sentence() -> None:
         net(ids, labels=ids.float())
 
 
-def test_what_is_no_table_of_token_ids_is_one_sentence() -> None:
+def test_invalid_token_ids_give_one_sentence() -> None:
     net, ids = model("gla"), text()
 
-    def written(x: Tensor) -> object:
+    def as_ids(x: Tensor) -> object:
         return net.generate(x, max_new_tokens=2)
 
     for row, column, token in ((1, 4, VOCAB), (0, 7, -1)):
         odd = ids.clone()
         odd[row, column] = token
-        said = rf"token {token} at row {row}, column {column}, and .* is 0 to {VOCAB - 1}: use"
-        for call in (net, net.model, written):
-            with pytest.raises(ValueError, match=said):
+        message = rf"token {token} at row {row}, column {column}, and .* is 0 to {VOCAB - 1}: use"
+        for call in (net, net.model, as_ids):
+            with pytest.raises(ValueError, match=message):
                 call(odd)
-    calls = (net, lambda x: net(x, labels=x, return_dict=True), net.model, written)
+    calls = (net, lambda x: net(x, labels=x, return_dict=True), net.model, as_ids)
     for call in (*calls, lambda x: rc.lm.CachedPrompt.prefill(net, x)):
         with pytest.raises(ValueError, match=r"shape \[B, T\], not \[11\]: .* input_ids\[None\]"):
             call(ids[0])
@@ -316,14 +316,14 @@ def test_what_is_no_table_of_token_ids_is_one_sentence() -> None:
         with pytest.raises(ValueError, match=r"must be a tensor .*, not list"):
             call(ids.tolist())
     assert torch.equal(net(ids.int()).logits, net(ids).logits)
-    for given in ({}, {"max_new_tokens": 2}):
+    for options in ({}, {"max_new_tokens": 2}):
         with pytest.raises(
             ValueError, match=r"no tokens .*one at least: begin with .*bos_token_id"
         ):
-            net.generate(input_ids=ids[:, :0], **given)
+            net.generate(input_ids=ids[:, :0], **options)
 
 
-def test_without_transformers_one_sentence_says_what_to_install() -> None:
+def test_error_without_transformers_names_the_package() -> None:
     code = (
         "import sys; sys.modules['transformers'] = None\n"
         "import recollect\n"

@@ -18,7 +18,7 @@ from recollect.lm.model.loss import IGNORE_INDEX, next_token_loss, next_token_ta
 B, T, D, W = 2, 7, 5, 11
 
 
-def drawn(dtype: torch.dtype = torch.float64) -> tuple[Tensor, nn.Linear, Tensor]:
+def random_inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, nn.Linear, Tensor]:
     torch.manual_seed(0)
     x = torch.randn(B, T, D, dtype=dtype, requires_grad=True)
     head = nn.Linear(D, W, bias=False, dtype=dtype)
@@ -28,7 +28,7 @@ def drawn(dtype: torch.dtype = torch.float64) -> tuple[Tensor, nn.Linear, Tensor
 
 
 def plain(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """The mean over the targets that ask, token by token."""
+    """Return the mean over all targets except −100, token by token."""
     losses = [
         torch.logsumexp(weight @ x[b, t], 0) - weight[targets[b, t]] @ x[b, t]
         for b in range(B)
@@ -41,7 +41,7 @@ def plain(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 @pytest.mark.parametrize("chunk", [0, 1, 3, 7, 100])
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float64, 1e-13), (torch.float32, 1e-6)])
 def test_chunks_change_nothing(chunk: int, dtype: torch.dtype, close: float) -> None:
-    x, head, targets = drawn(dtype)
+    x, head, targets = random_inputs(dtype)
     expected = plain(x, head.weight, targets)
     of_x, of_weight = torch.autograd.grad(expected, (x, head.weight))
     loss = next_token_loss(x, head, targets, chunk_size=chunk)
@@ -54,8 +54,8 @@ def test_chunks_change_nothing(chunk: int, dtype: torch.dtype, close: float) -> 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e300])
 def test_positions_without_a_target_have_no_effect(value: float) -> None:
-    """A position whose hidden state is not finite adds nothing to the loss and to gradients."""
-    x, head, targets = drawn()
+    """A non-finite hidden state at such a position changes neither the loss nor gradients."""
+    x, head, targets = random_inputs()
     x = x.detach()
     x[0, 2] = value
     finite = x.clone()
@@ -70,7 +70,7 @@ def test_positions_without_a_target_have_no_effect(value: float) -> None:
 
 
 def test_without_gradients_and_with_one_of_them() -> None:
-    x, head, targets = drawn()
+    x, head, targets = random_inputs()
     expected = plain(x, head.weight, targets)
     with torch.no_grad():
         loss = next_token_loss(x, head, targets, chunk_size=3)
@@ -87,8 +87,8 @@ def test_without_gradients_and_with_one_of_them() -> None:
     torch.testing.assert_close(grad, of_x)
 
 
-def test_gradients_have_gradients_and_can_be_asked_twice() -> None:
-    x, head, targets = drawn()
+def test_second_derivatives_and_repeated_gradients() -> None:
+    x, head, targets = random_inputs()
 
     def loss(x: Tensor, weight: Tensor) -> Tensor:
         other = nn.Linear(D, W, bias=False, dtype=torch.float64)
@@ -97,9 +97,9 @@ def test_gradients_have_gradients_and_can_be_asked_twice() -> None:
         return next_token_loss(x, other, targets, chunk_size=4)
 
     total = next_token_loss(x, head, targets, chunk_size=4)
-    once = torch.autograd.grad(total, (x, head.weight), retain_graph=True)
+    first = torch.autograd.grad(total, (x, head.weight), retain_graph=True)
     twice = torch.autograd.grad(total, (x, head.weight))
-    torch.testing.assert_close(once, twice)
+    torch.testing.assert_close(first, twice)
     total = next_token_loss(x, head, targets, chunk_size=4)
     (of_x,) = torch.autograd.grad(total, x, create_graph=True)
     (result,) = torch.autograd.grad(of_x.square().sum(), head.weight)
@@ -109,7 +109,7 @@ def test_gradients_have_gradients_and_can_be_asked_twice() -> None:
 
 
 def test_a_head_with_an_adapter_is_called() -> None:
-    x, head, targets = drawn()
+    x, head, targets = random_inputs()
     expected = plain(x, 2 * head.weight, targets)
     grads = torch.autograd.grad(expected, (x, head.weight))
     recorded: list[int] = []
@@ -130,14 +130,14 @@ def test_a_head_with_an_adapter_is_called() -> None:
 
 
 def test_targets_outside_of_the_vocabulary_are_refused() -> None:
-    x, head, targets = drawn()
+    x, head, targets = random_inputs()
     targets[0, 0] = W
     with pytest.raises(IndexError, match="out of bounds"):
         next_token_loss(x, head, targets, chunk_size=3)
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_model_takes_its_training_loss_in_chunks(tied: bool) -> None:
+def test_model_computes_its_training_loss_in_chunks(tied: bool) -> None:
     torch.manual_seed(0)
     config = rc.lm.RecollectConfig.from_recipes(
         "gated_delta_net",
@@ -154,16 +154,16 @@ def test_the_model_takes_its_training_loss_in_chunks(tied: bool) -> None:
     labels[0, 3] = IGNORE_INDEX
     mask = torch.ones_like(ids)
     mask[1, :2] = 0
-    given = {"attention_mask": mask, "labels": labels, "num_items_in_batch": torch.tensor(9)}
-    out = model(ids, **given)
+    arguments = {"attention_mask": mask, "labels": labels, "num_items_in_batch": torch.tensor(9)}
+    out = model(ids, **arguments)
     assert out.logits is None
     out.loss.backward()
     result = {name: cast(Tensor, p.grad).clone() for name, p in model.named_parameters()}
     model.zero_grad()
-    full = model(ids, **given, output_logits=True)
+    full = model(ids, **arguments, output_logits=True)
     assert full.logits.shape == (B, T, W)
     logits, requested = full.logits[:, :-1], labels[:, 1:].clone()
-    requested[1, :2] = IGNORE_INDEX  # nothing precedes the first real token
+    requested[1, :2] = IGNORE_INDEX  # no token precedes the first real one
     expected = (
         functional.cross_entropy(logits.flatten(0, 1), requested.flatten(), reduction="sum") / 9
     )
@@ -183,8 +183,8 @@ def test_the_model_takes_its_training_loss_in_chunks(tied: bool) -> None:
         model(ids, shift_labels=ids[:, 1:])
 
 
-def test_bfloat16_differs_by_its_own_rounding() -> None:
-    x, head, targets = drawn(torch.float32)
+def test_bfloat16_differs_by_rounding() -> None:
+    x, head, targets = random_inputs(torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = next_token_loss(x, head, targets, chunk_size=4)
         loss.backward()
@@ -194,12 +194,12 @@ def test_bfloat16_differs_by_its_own_rounding() -> None:
         full = functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
     full.backward()
     assert loss.dtype == torch.float32
-    torch.testing.assert_close(loss, full, atol=1e-6, rtol=1e-6)  # the same logits
-    # Gradients of logits are rounded to 8 bits before, or after, they are divided by the tokens.
+    torch.testing.assert_close(loss, full, atol=1e-6, rtol=1e-6)  # equal logits
+    # Gradients of logits are rounded to 8 bits before, or after, the division by the tokens.
     torch.testing.assert_close(result, head.weight.grad, atol=2e-3, rtol=2e-2)
 
 
-def test_logits_of_all_tokens_are_never_there() -> None:
+def test_logits_of_all_tokens_are_never_built() -> None:
     N, C, W = 512, 32, 4096
     x, head = torch.randn(1, N, 16, requires_grad=True), nn.Linear(16, W, bias=False)
     targets = torch.randint(W, (1, N))
@@ -212,15 +212,15 @@ def test_logits_of_all_tokens_are_never_there() -> None:
     assert peaks[1] < 4 * 5 * W * (16 + C)
 
 
-def test_shapes_alone_are_enough() -> None:
-    x, head, targets = drawn()
-    there = x.detach().to("meta").requires_grad_()
-    loss = next_token_loss(there, head.to("meta"), targets.to("meta"), chunk_size=3)
+def test_meta_tensors() -> None:
+    x, head, targets = random_inputs()
+    meta = x.detach().to("meta").requires_grad_()
+    loss = next_token_loss(meta, head.to("meta"), targets.to("meta"), chunk_size=3)
     loss.backward()
-    assert there.grad is not None and there.grad.shape == x.shape
+    assert meta.grad is not None and meta.grad.shape == x.shape
 
 
 @pytest.mark.parametrize("size", [-1, 1.5, True])
-def test_a_chunk_that_is_no_number_of_tokens_is_refused(size: object) -> None:
+def test_invalid_chunk_size_is_refused(size: object) -> None:
     with pytest.raises(rc.RecipeError, match="loss_chunk_size"):
         rc.lm.RecollectConfig.from_recipes("gated_delta_net", loss_chunk_size=size)

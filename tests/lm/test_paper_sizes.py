@@ -21,8 +21,8 @@ SMALL: dict[str, Any] = {
 }
 
 
-def test_parts_are_what_they_are_called() -> None:
-    """By hand, for a model whose numbers are few: 2 layers of width 80, 4 heads of 20."""
+def test_parts_of_parameter_counts() -> None:
+    """Summed by hand for 2 layers of width 80 with 4 heads of 20."""
     config = RecollectConfig.from_recipes("linear_attention", **SMALL, intermediate_size=8)
     result = count_parameters(config)
     _, options = config.recipe("linear_attention")
@@ -43,7 +43,7 @@ def test_the_papers_sizes_on_the_meta_device(size: str, name: str) -> None:
     result = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
     assert sum(count_parameters(config).values()) == result
     named = {"170M": 170e6, "340M": 340e6, "760M": 760e6, "1.3B": 1.3e9}[size]
-    # The papers' names are round numbers for backbones whose MLP and embeddings they do not state.
+    # The papers round the sizes of backbones whose MLP and embeddings they do not state.
     assert 0.75 < result / named < 1.35
 
 

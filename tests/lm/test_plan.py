@@ -1,4 +1,4 @@
-"""Plans are checked before anything is loaded, and say what to write instead."""
+"""Plans are checked before anything is loaded, and errors state the remedy."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ pytest.importorskip("transformers")
 
 from recollect.lm.training.plan import TrainPlan, load_plan
 
-LEAST: dict[str, dict[str, Any]] = {"data": {"train": "a.txt"}, "optimizer": {"steps": 2}}
+MINIMAL: dict[str, dict[str, Any]] = {"data": {"train": "a.txt"}, "optimizer": {"steps": 2}}
 
 
 def plan(**changes: dict[str, Any]) -> TrainPlan:
-    tables = {name: dict(values) for name, values in LEAST.items()}
+    tables = {name: dict(values) for name, values in MINIMAL.items()}
     for table, values in changes.items():
         tables[table] = {**tables.get(table, {}), **values}
     return TrainPlan.from_dict(tables)
 
 
-def test_what_is_left_out_has_defaults_and_a_plan_survives_its_own_writing() -> None:
+def test_plan_has_defaults_and_serialises() -> None:
     first = plan(model={"recipe": "gla", "layers": ["gla"]}, optimizer={"betas": [0.8, 0.9]})
-    assert first.data.train == ("a.txt",)  # one name stands for a list of one
+    assert first.data.train == ("a.txt",)  # a name is a list of one
     assert first.lr == 3e-3
     assert first.steps == 2
     assert TrainPlan.from_dict(first.to_dict()) == first
@@ -36,7 +36,7 @@ def test_tokens_set_the_steps_and_a_size_sets_the_rate() -> None:
             "optimizer": {"tokens": 1000, "batch": 2, "accumulate": 3},
         }
     )
-    assert by_tokens.steps == 3  # 384 tokens a step
+    assert by_tokens.steps == 3  # 384 tokens per step
     sized = TrainPlan.from_dict(
         {"model": {"size": "760M"}, "data": {"train": "a", "context": 4096}}
     )
@@ -94,7 +94,7 @@ def test_refusals(changes: dict[str, Any], says: str) -> None:
         plan(**changes)
 
 
-def test_a_length_is_needed() -> None:
+def test_length_is_required() -> None:
     with pytest.raises(ValueError, match="needs steps or tokens"):
         TrainPlan.from_dict({"data": {"train": "a.txt"}})
 

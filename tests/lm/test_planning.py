@@ -1,4 +1,4 @@
-"""Estimates of runs: memory against steps that are taken, shares of ranks, and what is refused."""
+"""Estimates of runs: memory against real steps, parts of ranks, and refusals."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def counted_once() -> Iterator[None]:
         ({"recipe": "softmax_attention"}, True),
     ],
 )
-def test_what_a_step_keeps_is_what_is_counted(model: dict[str, Any], bf16: bool) -> None:
+def test_memory_of_a_step_is_counted(model: dict[str, Any], bf16: bool) -> None:
     config = build_config(plan(model=model))
     memory_model = fit_memory_model(config, tokens=128, bf16=bf16)
     net = RecollectForCausalLM(config).train()
@@ -113,7 +113,7 @@ def test_what_a_step_keeps_is_what_is_counted(model: dict[str, Any], bf16: bool)
 
 
 @pytest.mark.slow
-def test_rows_and_tokens_beyond_what_is_run_are_counted() -> None:
+def test_larger_rows_and_lengths_are_counted() -> None:
     config = build_config(plan(model={"recipe": "rls"}))
     net = RecollectForCausalLM(config).train()
     ids = torch.randint(0, 200, (3, 1536))
@@ -128,12 +128,12 @@ def test_rows_and_tokens_beyond_what_is_run_are_counted() -> None:
     "name",
     ["gated_delta_net, recomputed", "softmax_attention, bfloat16", "mamba2, bfloat16", "titans"],
 )
-def test_plans_agree_with_what_runs_take(name: str) -> None:
+def test_plans_agree_with_runs(name: str) -> None:
     assert plan_peak(CASES[name]) == pytest.approx(measure_peak(CASES[name]).live, rel=0.15)
 
 
 @pytest.mark.slow
-def test_plans_agree_with_what_ranks_of_a_row_take() -> None:
+def test_plans_agree_with_ranks_of_a_row() -> None:
     """Keys gathered, decays gathered, associations gathered, and a state handed over."""
     names = [name for name in CASES if num_ranks(CASES[name]) > 1]
     ratios = measure(names)["ratios"]
@@ -143,21 +143,21 @@ def test_plans_agree_with_what_ranks_of_a_row_take() -> None:
 
 
 @pytest.mark.slow
-def test_ranks_of_a_row_hold_what_they_gather() -> None:
-    """Beside what a rank with so many tokens of its own rows holds."""
+def test_ranks_of_a_row_store_gathered_tokens() -> None:
+    """In addition to the memory of a rank with this number of tokens of its rows."""
 
-    def kept(recipe: str, ranks: int) -> float:
+    def stored_bytes(recipe: str, ranks: int) -> float:
         config = build_config(plan(model={"recipe": recipe, "depth": 1}))
         return fit_memory_model(config, tokens=64, context=ranks).blocks[0].predict(2, 64).saved
 
     H, K = SMALL["heads"], SMALL["width"] // SMALL["heads"]
     associations = 4 * 2 * 64 * H * (K + K)  # float32, of 2 rows of 64 tokens: keys and values
     for ranks in (2, 4):
-        more = kept("softmax_attention", ranks) - kept("softmax_attention", 1)
+        more = stored_bytes("softmax_attention", ranks) - stored_bytes("softmax_attention", 1)
         assert more >= ranks * associations  # the last rank reads all of them
-    # Transitions do not grow with what other ranks hold; their gather does.
+    # Transitions do not grow with the tokens of other ranks, and their gather does.
     transitions = 4 * 2 * H * 2 * K * K
-    more = kept("gated_delta_net", 4) - kept("gated_delta_net", 2)
+    more = stored_bytes("gated_delta_net", 4) - stored_bytes("gated_delta_net", 2)
     assert 2 * transitions <= more <= 8 * transitions
 
 
@@ -170,7 +170,7 @@ def test_a_feed_forward_memory_has_neither_state_nor_heads() -> None:
 
 @pytest.mark.slow
 @gathers
-def test_ranks_hold_their_share() -> None:
+def test_memory_of_ranks() -> None:
     run = plan()
     config = build_config(run)
     one = rank_of(run, config, ParallelDims())
@@ -186,17 +186,17 @@ def test_ranks_hold_their_share() -> None:
     assert ddp.rows == fsdp.rows == 2
     assert one.parts["activations"] > 3 * ddp.parts["activations"]
     both = rank_of(run, config, ParallelDims(dp_shard=2, tp=2))
-    # What is divided by heads is nearly half; norms and the stream stay whole.
+    # Nearly half is divided by heads; norms and the residual stream are not.
     assert 0.25 * weights <= both.parts["parameters"] < 0.3 * weights
     heads = rank_of(run, config, ParallelDims(tp=2))
     assert 0.5 < heads.parts["activations"] / one.parts["activations"] < 0.9
     context = rank_of(run, config, ParallelDims(cp=2))
-    # Half of the tokens, with K more channels beside the V of each memory, for its transition.
+    # Half of the tokens, with K more channels than the V of each memory, for its transition.
     assert 0.5 < context.parts["activations"] / one.parts["activations"] < 0.7
 
 
 @pytest.mark.slow
-def test_options_that_save_memory_save_it() -> None:
+def test_options_that_save_memory() -> None:
     def parts(**changes: dict[str, Any]) -> dict[str, int]:
         run = plan(**{"data": {"context": 256}, "model": {"recipe": "rls"}, **changes})
         return dict(rank_of(run, build_config(run), ParallelDims()).parts)
@@ -237,7 +237,7 @@ def test_the_smallest_mesh_fits_and_one_device_fewer_does_not() -> None:
 
 @gathers
 @pytest.mark.parametrize("batch", [3, 6])
-def test_a_way_that_fits_is_among_the_meshes_that_are_tried(batch: int) -> None:
+def test_meshes_include_one_that_fits(batch: int) -> None:
     run = plan(optimizer={"batch": batch})
     config = build_config(run)
     both = rank_of(run, config, ParallelDims(dp_shard=3, tp=2))
@@ -268,8 +268,10 @@ def test_one_row_is_planned_along_devices_as_train_divides_it() -> None:
     short = plan(data={"context": 16, "segments": 8, "packing": "stream"})
     refused = rank_of(short, build_config(short), ParallelDims(cp=4)).error
     assert refused is not None and "the 2 tokens of the shortest of 8 segments" in refused
-    kept = plan(data={"segments": 4, "segment_gradient": "kept"})
-    assert '"cut"' in str(rank_of(kept, build_config(kept), ParallelDims(dp_replicate=2)).error)
+    planned = plan(data={"segments": 4, "segment_gradient": "kept"})
+    assert '"cut"' in str(
+        rank_of(planned, build_config(planned), ParallelDims(dp_replicate=2)).error
+    )
     routed = plan(model={"recipe": "mixture_of_memories"})
     message = rank_of(routed, build_config(routed), ParallelDims(cp=2)).error
     assert message is not None and "routes tokens to memories" in message
@@ -299,8 +301,8 @@ def test_the_launch_starts_as_many_processes_as_the_mesh_has(
     result = estimate(run, config, per_node=per_node, **options)
     assert result.smallest is not None and result.launch is not None
     assert result.smallest.dims.world_size == devices
-    where = "--standalone" if nodes == 1 else f"--nnodes {nodes}"
-    assert f"torchrun {where} --nproc-per-node {each} " in result.launch[1]
+    location = "--standalone" if nodes == 1 else f"--nnodes {nodes}"
+    assert f"torchrun {location} --nproc-per-node {each} " in result.launch[1]
 
 
 def parsed(command: str) -> tuple[int, int, dict[str, Any]]:
@@ -329,10 +331,10 @@ def parsed(command: str) -> tuple[int, int, dict[str, Any]]:
         (16, 8, 2, 8),
     ],
 )
-def test_the_launch_is_of_all_devices_also_where_one_holds_the_run(
+def test_launch_uses_all_devices(
     tmp_path: Path, devices: int, per_node: int, nodes: int, processes: int
 ) -> None:
-    """The printed line parses with torchrun and `train`, and `train` shares the run so."""
+    """The printed line parses with torchrun and `train`, and `train` divides the run as planned."""
     file = tmp_path / "my run.toml"
     # Rows of two tokens and one head leave few meshes to count.
     run = plan(model={"heads": 1}, data={"context": 2}, optimizer={"batch": 48})
@@ -364,7 +366,7 @@ def test_a_launch_of_fewer_devices_is_explained(tmp_path: Path) -> None:
 
 
 def test_the_assumptions_of_the_time_are_marked(tmp_path: Path) -> None:
-    """The assumed share of the peak is no measurement, and a CPU has no stated peak."""
+    """The assumed fraction of the peak is not a measurement, and a CPU has no stated peak."""
     file = tmp_path / "run.toml"
     lines = ["[model]", "width = 32", "depth = 1", "heads = 2", "[data]", 'train = ["text.txt"]']
     lines += ["context = 64", "[optimizer]", "steps = 5", "batch = 4"]
@@ -381,10 +383,10 @@ def test_the_assumptions_of_the_time_are_marked(tmp_path: Path) -> None:
     assert json.loads(data)["seconds"] is None
 
 
-def test_a_mesh_whose_weights_an_old_torch_gathers_wrongly_is_refused(
+def test_mesh_that_an_old_torch_gathers_wrongly_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Found by the tests of four processes under torch 2.9.0: off by 6 where 1e-5 was allowed."""
+    """Without the check, torch 2.9.0 is off by 6, for a tolerance of 1e-5."""
     both, tensor = ({"parallel": {"tensor": 2, **more}} for more in ({"data": 2}, {}))
     monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
     assert make_layout(plan(run=both), 4).tp == 2
@@ -395,15 +397,15 @@ def test_a_mesh_whose_weights_an_old_torch_gathers_wrongly_is_refused(
 
 
 @pytest.mark.parametrize("number", [math.inf, math.nan])
-def test_a_peak_that_is_no_number_is_refused(number: float) -> None:
+def test_invalid_peak_is_refused(number: float) -> None:
     run = plan()
     with pytest.raises(ValueError, match="peak_flops must be at least 1, and finite, not"):
         estimate(run, build_config(run), peak_flops=number)
 
 
-# A condition on a number, and a shape that follows from numbers.
+# A condition on a number, and a shape that depends on numbers.
 @pytest.mark.parametrize("looked", ["(error > 9).any()", "len(error[error > 9])"])
-def test_a_member_that_looks_at_numbers_is_refused(
+def test_member_that_reads_values_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looked: str
 ) -> None:
     monkeypatch.setattr(member, "_REGISTRY", dict(member._REGISTRY))
@@ -426,10 +428,10 @@ def test_a_member_that_looks_at_numbers_is_refused(
     ("code", "stderr", "words"),
     [(-9, "", "-9: no error message"), (1, "a\nOSError: full\n", "1: OSError: full")],
 )
-def test_a_case_whose_process_dies_is_said_so(
+def test_case_whose_process_dies_is_reported(
     monkeypatch: pytest.MonkeyPatch, code: int, stderr: str, words: str
 ) -> None:
-    def dies(*given: Any, **options: Any) -> subprocess.CompletedProcess[str]:
+    def dies(*args: Any, **options: Any) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess([], code, stdout="", stderr=stderr)
 
     monkeypatch.setattr(subprocess, "run", dies)
@@ -438,7 +440,7 @@ def test_a_case_whose_process_dies_is_said_so(
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
-def test_no_number_or_name_of_the_table_is_cut(width: int) -> None:
+def test_table_cells_are_not_truncated(width: int) -> None:
     names = ("parameters", "gradients", "optimizer", "activations", "logits", "communicated")
     candidates = [ParallelDims(dp_replicate=64), ParallelDims(dp_shard=64)]
     candidates += [ParallelDims(dp_shard=64 // n, tp=n) for n in (2, 4, 8)]
@@ -479,8 +481,8 @@ def test_the_command(tmp_path: Path) -> None:
         assert word in result.output
     other = CliRunner().invoke(build(), ["plan", str(file), "--peak", "60"]).output
     assert "60 TFLOP/s (--peak)" in other and "H100" not in other
-    given = ["plan", str(file), "--devices", "2", "--memory", "6MiB", "--json"]
-    data = json.loads(CliRunner().invoke(build(), given).output)
+    command = ["plan", str(file), "--devices", "2", "--memory", "6MiB", "--json"]
+    data = json.loads(CliRunner().invoke(build(), command).output)
     assert data["memory"] == 6 * 2**20 and data["smallest"]["fits"]
     assert data["launch"][1].endswith(f"--module recollect.cli train {file}")
     for options, words in (

@@ -1,4 +1,4 @@
-"""Prompts on disk: generation resumes from them as if it had read the text, or says why not."""
+"""Generation resumes from a saved prompt as if it had read the text, or states the reason."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_saved_prompt_is_resumed(name: str, tmp_path: Path) -> None:
         net.generate(**prompt.generate_kwargs(more), num_beams=2, **HOW),
         net.generate(torch.cat([ids, more], 1), num_beams=2, **both, **HOW),
     )
-    assert [p.name for p in path.parent.iterdir()] == ["p.safetensors"]  # nothing half written
+    assert [p.name for p in path.parent.iterdir()] == ["p.safetensors"]  # no partial file
 
 
 def test_one_prompt_serves_several_questions() -> None:
@@ -50,7 +50,7 @@ def test_one_prompt_serves_several_questions() -> None:
     )
 
 
-def test_what_generate_returned_is_a_prompt(tmp_path: Path) -> None:
+def test_returned_cache_is_a_prompt(tmp_path: Path) -> None:
     net, ids = model("hybrid"), text()
     out = net.generate(ids, return_dict_in_generate=True, **HOW)
     prompt = CachedPrompt(input_ids=out.sequences, cache=cache_of(out))
@@ -62,7 +62,7 @@ def test_what_generate_returned_is_a_prompt(tmp_path: Path) -> None:
         CachedPrompt(input_ids=beams.sequences, cache=cache_of(beams))
 
 
-def test_bfloat16_is_kept_bit_by_bit(tmp_path: Path) -> None:
+def test_bfloat16_is_stored_exactly(tmp_path: Path) -> None:
     net = RecollectForCausalLM(model("hybrid").config).bfloat16().eval()
     prompt = CachedPrompt.prefill(net, text())
     back = CachedPrompt.load(prompt.save(tmp_path / "p", net), net)
@@ -72,7 +72,7 @@ def test_bfloat16_is_kept_bit_by_bit(tmp_path: Path) -> None:
         assert all(torch.equal(its[n], x) and its[n].dtype == x.dtype for n, x in mine.items())
 
 
-def test_the_fingerprint_is_of_what_is_computed(tmp_path: Path) -> None:
+def test_fingerprint_depends_on_computation(tmp_path: Path) -> None:
     net = model("gated_delta_net")
     net.save_pretrained(tmp_path)
     back = RecollectForCausalLM.from_pretrained(tmp_path)
@@ -109,7 +109,7 @@ def test_a_prompt_of_another_model_or_altered_is_refused(tmp_path: Path) -> None
     path.unlink()
     refused("there is no file")
 
-    # Altered together with the checksums: still a prompt, or refused.
+    # Changed together with the checksums: still a prompt, or refused.
     path.write_bytes(full)
     tensors, metadata = read_tensors(path)
     first = "layers.0.memory.weights.0"
@@ -139,7 +139,7 @@ def test_a_prompt_of_another_model_or_altered_is_refused(tmp_path: Path) -> None
     assert load_file(path)["input_ids"].shape == (2, 9)
 
 
-def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import os
 
     net, path = model("gated_delta_net"), tmp_path / "p"

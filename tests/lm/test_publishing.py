@@ -1,4 +1,4 @@
-"""A saved model explains itself: its card, and the remote code that transformers loads it with."""
+"""A saved model has a card, and remote code with which transformers loads it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def model(recipe: str = "gated_delta_net") -> RecollectForCausalLM:
 
 
 def swapped(folder: Path) -> Any:
-    """A decoder with a replaced layer, as it is loaded."""
+    """Return a decoder with a replaced layer, after loading."""
     sizes = {"vocab_size": 257, "hidden_size": 16, "intermediate_size": 16}
     config = LlamaConfig(**sizes, num_hidden_layers=2, num_attention_heads=2)
     llama = LlamaForCausalLM(config)
@@ -88,7 +88,7 @@ print(json.dumps({
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ours", pytest.param("decoder", marks=pytest.mark.slow)])
 def test_transformers_loads_the_folder_by_its_remote_code(kind: str, tmp_path: Path) -> None:
-    """In a new process that has not imported recollect, without which the sentence is another."""
+    """In a new process that has not imported recollect, which prints another sentence."""
     folder, modules = tmp_path / "model", tmp_path / "modules"
     net = model() if kind == "ours" else swapped(tmp_path / "llama")
     net.save_pretrained(folder, remote_code=True)
@@ -108,7 +108,7 @@ def test_transformers_loads_the_folder_by_its_remote_code(kind: str, tmp_path: P
     assert result["registered"] and result["ours"] == (kind == "ours")
     expected = net.generate(IDS, max_new_tokens=6, do_sample=False).tolist()
     assert result["generated"] == [expected, expected]
-    # Saved again it is the same folder, and no code of the package was copied to it.
+    # A second save gives an equal folder without code of the package.
     assert {p.name for p in folder.glob("*.py")} == {p.name for p in folder.glob("again/*.py")}
     for name in (CODE, "config.json", "README.md"):
         assert (folder / "again" / name).read_bytes() == (folder / name).read_bytes()
@@ -133,7 +133,7 @@ def test_remote_code_is_opt_in_and_stays_until_it_is_removed(tmp_path: Path) -> 
 
 
 def test_names_of_a_repository_are_dropped_from_remote_code(tmp_path: Path) -> None:
-    """transformers writes the repository before them when it loads a model from the hub."""
+    """transformers puts the repository before them when it loads a model from the hub."""
     net = model()
     net.config.auto_map = {"AutoConfig": "some-org/some--modeling_recollect.RecollectConfig"}
     net.save_pretrained(tmp_path)
@@ -147,10 +147,10 @@ def test_names_of_a_repository_are_dropped_from_remote_code(tmp_path: Path) -> N
 
 
 class Mine(RecollectForCausalLM):
-    """A user's own model."""
+    """A user's model."""
 
 
-def test_transformers_copies_the_code_of_others_alone(
+def test_transformers_copies_only_code_of_other_packages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for kind in (RecollectConfig, RecollectForCausalLM):
@@ -197,7 +197,7 @@ def test_a_card_is_written_again_until_it_is_edited(tmp_path: Path) -> None:
         card.write_bytes(data)
         model("gla").save_pretrained(tmp_path)
         assert card.read_bytes() == data
-    RecollectForCausalLM.from_pretrained(tmp_path)  # which an edited card does not hinder
+    RecollectForCausalLM.from_pretrained(tmp_path)  # an edited card does not prevent it
 
 
 def test_a_run_writes_the_card_and_keeps_that_of_its_user(tmp_path: Path) -> None:

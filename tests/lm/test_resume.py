@@ -1,4 +1,4 @@
-"""Resuming a run: what is checked before, and what is refused."""
+"""Checks and refusals of resumed runs."""
 
 from __future__ import annotations
 
@@ -45,9 +45,7 @@ def two_steps(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_checkpoint_that_lost_a_file_is_refused(
-    text: Path, tmp_path: Path, two_steps: Path
-) -> None:
+def test_checkpoint_without_a_file_is_refused(text: Path, tmp_path: Path, two_steps: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(two_steps, run)
     (run / "checkpoint-2" / "optimizer.pt").unlink()
@@ -55,7 +53,7 @@ def test_a_checkpoint_that_lost_a_file_is_refused(
         train(plan(text, run, optimizer={"steps": 2}), resume=True)
 
 
-def test_a_checkpoint_that_was_cut_is_refused(text: Path, tmp_path: Path, two_steps: Path) -> None:
+def test_truncated_checkpoint_is_refused(text: Path, tmp_path: Path, two_steps: Path) -> None:
     with pytest.raises(CheckpointError, match=r"checkpoint-2/model.safetensors was cut short"):
         resumed(text, tmp_path, two_steps, "checkpoint-2/model.safetensors", cut)
 
@@ -63,7 +61,7 @@ def test_a_checkpoint_that_was_cut_is_refused(text: Path, tmp_path: Path, two_st
 def resumed(
     text: Path, tmp_path: Path, two_steps: Path, name: str, harm: Callable[..., Any]
 ) -> None:
-    """A run of two steps with one of its files harmed, resumed."""
+    """Resume a run of two steps with one damaged file."""
     run = tmp_path / "run"
     shutil.copytree(two_steps, run)
     path = run / name
@@ -80,7 +78,7 @@ def other_format(data: bytearray, path: Path) -> bytes:
 
 
 def one_byte(data: bytearray, path: Path) -> bytes:
-    """Of the largest tensor: after a local header of 30 bytes, its name, and torch's padding."""
+    """Change the largest tensor, after a header of 30 bytes, its name, and torch's padding."""
     with zipfile.ZipFile(path) as archive:
         largest = max(archive.infolist(), key=lambda entry: entry.file_size)
     data[largest.header_offset + 30 + len(largest.filename) + 64 + 8] ^= 1
@@ -88,7 +86,7 @@ def one_byte(data: bytearray, path: Path) -> bytes:
 
 
 def encrypted(data: bytearray, path: Path) -> bytes:
-    """The flag alone, in the directory at the end."""
+    """Only the flag, in the directory at the end."""
     data[data.index(b"PK\x01\x02") + 8] |= 1
     return bytes(data)
 
@@ -106,7 +104,7 @@ NAMES = ("optimizer.pt", "scheduler.pt", "rng_state.pth")
 
 
 class Foreign:
-    """A pickle of it makes a folder when it is loaded without care."""
+    """Its pickle creates a folder when it is loaded without restrictions."""
 
     def __init__(self, place: Path) -> None:
         self.place = place
@@ -153,7 +151,7 @@ def test_a_state_of_others_with_its_checksum_is_refused(
 def test_a_state_of_another_shape_is_refused(
     name: str, text: Path, tmp_path: Path, two_steps: Path
 ) -> None:
-    """A fused step of moments that are too small wrote past their end."""
+    """A fused step with moments that are too small writes beyond their end."""
     run = tmp_path / "run"
     shutil.copytree(two_steps, run)
     path = run / "checkpoint-2" / name
@@ -182,7 +180,7 @@ def test_a_pipe_in_a_checkpoint_is_refused(text: Path, tmp_path: Path, two_steps
 
 
 def zeroed(data: bytearray, path: Path) -> bytes:
-    """All weights 0: a file that every format takes for whole."""
+    """All weights are 0, which every format accepts."""
     header = 8 + int.from_bytes(data[:8], "little")
     return bytes(data[:header]) + bytes(len(data) - header)
 
@@ -282,8 +280,8 @@ def test_a_plan_with_tuples_is_resumed(text: Path, tmp_path: Path) -> None:
     assert train(run, resume=True).steps == 0
 
 
-def test_only_a_folder_that_a_run_was_begun_in_is_resumed(text: Path, tmp_path: Path) -> None:
-    """A mistyped folder is refused and not made; a run without a checkpoint begins again."""
+def test_only_a_folder_of_a_run_is_resumed(text: Path, tmp_path: Path) -> None:
+    """A mistyped folder is refused and not created; a run without a checkpoint starts again."""
     run = plan(text, tmp_path / "run", optimizer={"steps": 1}, run={"save_every": 0})
     sentence = f"{tmp_path / 'run'} contains no run to resume: leave out --resume to start one"
     with pytest.raises(ValueError, match=re.escape(sentence)):
@@ -303,9 +301,7 @@ def test_only_a_folder_that_a_run_was_begun_in_is_resumed(text: Path, tmp_path: 
     ]
 
 
-def test_the_plan_of_before_an_extension_is_told_of_it(
-    text: Path, tmp_path: Path, two_steps: Path
-) -> None:
+def test_plan_before_an_extension_is_refused(text: Path, tmp_path: Path, two_steps: Path) -> None:
     short = plan(text, tmp_path / "run", optimizer={"steps": 2})
     shutil.copytree(two_steps, tmp_path / "run")
     train(plan(text, tmp_path / "run", optimizer={"steps": 4}), resume=True)
@@ -317,41 +313,41 @@ def test_the_plan_of_before_an_extension_is_told_of_it(
     assert (tmp_path / "run" / "checkpoint-4").exists()
 
 
-def test_a_run_goes_on_with_its_own_tokenizer(text: Path, tmp_path: Path) -> None:
+def test_run_resumes_with_its_tokenizer(text: Path, tmp_path: Path) -> None:
     tables = {"data": {"tokenizer": "bpe", "vocab": 300}, "optimizer": {"steps": 2}}
     run = plan(text, tmp_path, **tables)
     train(run)
-    kept = (tmp_path / "tokenizer" / "tokenizer.json").read_text()
+    stored = (tmp_path / "tokenizer" / "tokenizer.json").read_text()
     shutil.rmtree(tmp_path / "tokenizer")
     byte_tokenizer().save_pretrained(str(tmp_path / "tokenizer"))
     train(run, resume=True)
-    assert (tmp_path / "model" / "tokenizer.json").read_text() == kept
+    assert (tmp_path / "model" / "tokenizer.json").read_text() == stored
 
 
-def test_a_recipe_file_that_changed_is_not_resumed_with(text: Path, tmp_path: Path) -> None:
+def test_changed_recipe_file_is_refused(text: Path, tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text('[retention]\nmember = "Decay"\n')
     tables = {"model": {"recipe": str(file)}, "optimizer": {"steps": 2}}
     run = plan(text, tmp_path / "run", **tables)
     train(run)
     assert train(run, resume=True).steps == 0
-    file.write_text('[retention]\nmember = "Decay"\nwhen = "before"\n')  # of the same shapes
+    file.write_text('[retention]\nmember = "Decay"\nwhen = "before"\n')  # of equal shapes
     with pytest.raises(ValueError, match=r"the recipe 'mine' has changed since"):
         train(run, resume=True)
 
 
-def test_a_text_that_changed_is_not_resumed_on(tmp_path: Path) -> None:
+def test_changed_text_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "texts"
     folder.mkdir()
-    kept = {name: f"{name} says what it says. " * 30 for name in ("a.txt", "b.txt")}
-    for name, words in kept.items():
+    texts = {name: f"{name} says what it says. " * 30 for name in ("a.txt", "b.txt")}
+    for name, words in texts.items():
         (folder / name).write_text(words)
     run = plan(folder, tmp_path / "run", optimizer={"steps": 2})
     train(run)
-    (folder / "b.txt").write_text(kept["b.txt"].replace("says", "sags", 1))  # of the same size
+    (folder / "b.txt").write_text(texts["b.txt"].replace("says", "sags", 1))  # of equal size
     with pytest.raises(ValueError, match=r"b.txt has changed since the start of the run"):
         train(run, resume=True)
-    (folder / "b.txt").write_text(kept["b.txt"])
+    (folder / "b.txt").write_text(texts["b.txt"])
     (folder / "c.txt").write_text("another")
     with pytest.raises(ValueError, match=r"c.txt is new since"):
         train(run, resume=True)
@@ -363,8 +359,8 @@ def test_a_text_that_changed_is_not_resumed_on(tmp_path: Path) -> None:
     assert train(run, resume=True).steps == 0
 
 
-def test_a_large_file_is_known_by_its_size_and_both_ends(tmp_path: Path) -> None:
-    """Sparse: 65 MiB that are never written."""
+def test_large_file_is_identified_by_size_and_ends(tmp_path: Path) -> None:
+    """A sparse file of 65 MiB that is never written."""
     path, size = tmp_path / "shard.jsonl", 65 * 2**20
     recorded = []
     for place in (None, 0, size - 1, size // 2):
@@ -376,12 +372,12 @@ def test_a_large_file_is_known_by_its_size_and_both_ends(tmp_path: Path) -> None
         recorded.append(file_fingerprint(path)["sha256"])
     plain, first, last, middle = recorded
     assert len({plain, first, last}) == 3
-    assert middle == plain  # as its docstring says
+    assert middle == plain  # as in its docstring
     assert file_fingerprint(path)["bytes"] == size
 
 
 def rates(folder: Path) -> dict[int, float]:
-    """The learning rate that every logged step was taken at."""
+    """Return the learning rate of every logged step."""
     log = json.loads((folder / "trainer_state.json").read_text())["log_history"]
     return {entry["step"]: entry["learning_rate"] for entry in log if "learning_rate" in entry}
 
@@ -405,7 +401,7 @@ def test_more_steps_extend_a_run_along_the_longer_schedule(text: Path, tmp_path:
 
 
 @pytest.mark.slow
-def test_a_run_that_is_extended_and_stopped_ends_where_one_that_is_not_does(
+def test_stopped_extension_equals_an_uninterrupted_one(
     text: Path, tmp_path: Path, two_steps: Path
 ) -> None:
     for out in ("one", "two"):
@@ -422,10 +418,10 @@ def test_a_run_that_is_extended_and_stopped_ends_where_one_that_is_not_does(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("key", ["steps", pytest.param("tokens", marks=pytest.mark.slow)])
-def test_at_a_rate_that_stays_an_extended_run_is_the_longer_one(
+def test_extended_run_at_a_constant_rate_equals_the_longer_run(
     key: str, text: Path, tmp_path: Path
 ) -> None:
-    """Rows, moments and random numbers go on: without a schedule there is no other difference."""
+    """Rows, moments and random numbers continue; without a schedule nothing else differs."""
     one = 1 if key == "steps" else 64
     flat = {"warmup": 0, "floor": 1 - 1e-9, "steps": None}
 

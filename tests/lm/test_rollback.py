@@ -1,4 +1,4 @@
-"""Rejected tokens leave no trace: assisted generation, prompt lookup and `crop`, exactly."""
+"""Rejected tokens have no effect: assisted generation, prompt lookup and `crop` are exact."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def recording(cache: RecollectCache | None = None) -> RecollectCache:
 
 
 def check_crop(name: str, mask: Tensor) -> None:
-    """A cropped cache equals one that never saw the tokens, and so do the next logits."""
+    """A cropped cache equals one that has not read the tokens, and so do the next logits."""
     net, ids = copy.deepcopy(model(name)).double(), text(2, mask.shape[1])
     token = text(2, 1, seed=2)
 
@@ -166,7 +166,7 @@ def check_crop(name: str, mask: Tensor) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_cropped_cache_never_saw_the_tokens(name: str) -> None:
+def test_cropped_cache_equals_one_without_the_tokens(name: str) -> None:
     check_crop(name, torch.ones(2, 24, dtype=torch.long))
 
 
@@ -179,7 +179,7 @@ def test_a_cropped_cache_of_a_ragged_batch(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gated_delta_net", "titans", "softmax_attention", "titans_mac"])
 def test_a_cache_is_cropped_across_calls(name: str) -> None:
-    """Calls since the last crop are taken back, and a cropped call can be cropped again."""
+    """Calls since the last crop are undone, and a cropped call can be cropped again."""
     net, ids = copy.deepcopy(model(name)).double(), text(2, 16)
     cache = recording()
     with torch.no_grad():
@@ -228,12 +228,12 @@ def test_crop_projects_nothing(name: str) -> None:
     assert not called
 
 
-def test_nothing_is_kept_without_recording() -> None:
+def test_nothing_is_stored_without_recording() -> None:
     net, ids = copy.deepcopy(model("gated_delta_net")).double(), text(1)
     plain = cache_of(net(ids))
     assert not plain.is_croppable
     assert all(layer.calls == () for layer in plain.layers)
-    # Generation with drafts leaves the cache that it was given as it is.
+    # Generation with drafts does not change the cache that it receives.
     kwargs = {"attention_mask": torch.ones(1, 10, dtype=torch.long), **GREEDY}
     longer = torch.cat([ids, ids[:, :1]], dim=1)
     states = plain.states

@@ -1,4 +1,4 @@
-"""Recipes in decoders of others: what is kept is kept, and the rest of the decoder still works."""
+"""Recipes in other decoders: copied weights, and all functions of the decoder."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def decoder(name: str) -> PreTrainedModel:
         "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**GROUPED)),  # biases of q, k and v
         "phi3": lambda: Phi3ForCausalLM(Phi3Config(**GROUPED)),  # one map for all three
     }[name]().eval()
-    with torch.no_grad():  # biases are drawn too, or it would not show whether they are kept
+    with torch.no_grad():  # biases are random too, so that a lost copy is detected
         for weight in result.parameters():
             if weight.dim() > 1 or not bool(weight.all()):
                 nn.init.normal_(weight, std=0.2)
@@ -80,21 +80,21 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def softmax(name: str) -> tuple[rc.Recipe, rc.LayerOptions]:
-    """The decoder's own attention as a recipe."""
+    """Return the decoder's attention as a recipe."""
     preset = rc.zoo.get("softmax_attention")
     rope = None if name == "gpt2" else BASE
     return preset.recipe, dataclasses.replace(preset.options, rope_theta=rope)
 
 
 def logits(net: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Of real tokens; positions are counted from the first of them, as generation does."""
+    """Return logits of real tokens; positions count from the first of them, as in generation."""
     with torch.no_grad():
         position = (mask.cumsum(1) - 1).clamp_min(0)
         return net(ids, attention_mask=mask, position_ids=position).logits[mask != 0]
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2", "phi3"])
-def test_softmax_attention_in_place_of_itself_changes_nothing(name: str) -> None:
+def test_softmax_attention_replaced_by_itself_changes_nothing(name: str) -> None:
     net, (ids, mask) = decoder(name), batch()
     want, text = logits(net, ids, mask), net.generate(ids, attention_mask=mask, **HOW)
     beams = net.generate(ids, attention_mask=mask, num_beams=3, **HOW)
@@ -120,11 +120,11 @@ def test_a_swapped_decoder_decodes_pads_and_trains(
     assert [layer.index for layer in done.layers] == {None: [0, 1, 2]}.get(
         layers and layers[0], [0] if layers == [0] else [2]
     )
-    # Padding: each row alone.
+    # Padding: each row separately.
     result = logits(net, ids, mask)
     single = [logits(net, row[None], torch.ones_like(row)[None]) for row in (ids[0, 3:], ids[1])]
     torch.testing.assert_close(result, torch.cat(single), atol=1e-4, rtol=1e-4)
-    # Decoding: the cache, mixed with keys and values where layers stayed.
+    # Decoding: the cache, mixed with keys and values of remaining layers.
     with torch.no_grad():
         out = net(ids[1:, :4], use_cache=True)
         steps = [out.logits]
@@ -143,7 +143,7 @@ def test_a_swapped_decoder_decodes_pads_and_trains(
     assert all(x.grad is not None and x.grad.isfinite().all() for x in net.parameters())
 
 
-def test_what_is_kept_and_what_is_new_is_said() -> None:
+def test_report_of_copied_and_new_weights() -> None:
     net = decoder("llama")
     initial = {n: x.clone() for n, x in net.model.layers[0].self_attn.named_parameters()}
     done = replace_attention(net, "gated_delta_net", layers=[0])
@@ -152,9 +152,9 @@ def test_what_is_kept_and_what_is_new_is_said() -> None:
     q, k, v = layer.qkv.weight.split([32, 16, 16])
     for part, result in (("q", q), ("k", k), ("v", v), ("o", layer.out.weight)):
         assert torch.equal(initial[f"{part}_proj.weight"], result)
-    told = done.layers[0]
+    report = done.layers[0]
     named = dict(layer.named_parameters())
-    assert told.new == {
+    assert report.new == {
         n: x.numel() for n, x in named.items() if n not in ("qkv.weight", "out.weight")
     }
     assert str(done).startswith(
@@ -164,11 +164,11 @@ def test_what_is_kept_and_what_is_new_is_said() -> None:
     assert fewer.copied == ("v", "o")
     assert fewer.new["qkv.weight (q)"] == 4 * 16 * 32
     assert fewer.dropped == ("q projection", "k projection")
-    more = replace_attention(decoder("gpt2"), "delta_product").layers[0]  # several pairs a token
+    more = replace_attention(decoder("gpt2"), "delta_product").layers[0]  # several pairs per token
     assert more.copied == ("q", "o")
 
 
-def test_packed_documents_are_kept_apart() -> None:
+def test_packed_documents_are_separate() -> None:
     net, (ids, _) = decoder("llama"), batch()
     replace_attention(net, "gated_delta_net")
     position = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
@@ -179,8 +179,8 @@ def test_packed_documents_are_kept_apart() -> None:
     document = position.eq(0).cumsum(1)
     mask = (document[:, :, None] == document[:, None]).tril()[:, None]
     with torch.no_grad():
-        told = net(ids[1:], attention_mask=mask, use_cache=False).logits[0]
-    torch.testing.assert_close(told, both, atol=1e-4, rtol=1e-4)
+        separate = net(ids[1:], attention_mask=mask, use_cache=False).logits[0]
+    torch.testing.assert_close(separate, both, atol=1e-4, rtol=1e-4)
     with pytest.raises(ValueError, match="pass use_cache=False"):
         net(ids[1:], attention_mask=mask, use_cache=True)
 
@@ -189,7 +189,7 @@ def test_packed_documents_are_kept_apart() -> None:
 def test_a_mask_is_parsed_once_per_forward_pass(
     mode: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A mask that is changed in place between two forward passes is parsed again."""
+    """A mask that changes in place between two forward passes is parsed again."""
     net, (ids, mask) = decoder("llama"), batch()
     replace_attention(net, "gated_delta_net")
     parse, calls = masks._parse, []
@@ -227,7 +227,7 @@ def test_a_swapped_decoder_is_saved_and_loaded(name: str, tmp_path: Path) -> Non
     net, (ids, mask) = decoder(name), batch()
     twin = type(net)(net.config)
     replace_attention(net, "gated_delta_net", layers=[1])
-    assert type(twin.config) is not type(net.config)  # who shares a configuration keeps it
+    assert type(twin.config) is not type(net.config)  # a shared configuration is unchanged
     replace_attention(net, softmax(name), layers=[0], engine="reference")
     want = logits(net, ids, mask)
     net.save_pretrained(tmp_path / "one")
@@ -241,7 +241,7 @@ def test_a_swapped_decoder_is_saved_and_loaded(name: str, tmp_path: Path) -> Non
         if isinstance(module, SwappedAttention):
             assert other.layer.recipe == module.layer.recipe
             assert other.layer.options == module.layer.options
-    back.save_pretrained(tmp_path / "two")  # and again
+    back.save_pretrained(tmp_path / "two")  # a second time
     two = AutoModelForCausalLM.from_pretrained(tmp_path / "two", dtype=torch.float64).eval()
     assert two.dtype == torch.float64
     torch.testing.assert_close(logits(two, ids, mask).float(), want, atol=1e-4, rtol=1e-4)
@@ -252,7 +252,7 @@ def test_a_swapped_decoder_is_saved_and_loaded(name: str, tmp_path: Path) -> Non
     assert pickle.loads(pickle.dumps(net.config)) == net.config == copy.deepcopy(net.config)
 
 
-def test_a_head_over_a_swapped_decoder_begins_anew_and_is_kept(tmp_path: Path) -> None:
+def test_new_head_over_a_swapped_decoder_is_saved(tmp_path: Path) -> None:
     net, (ids, mask) = decoder("llama"), batch()
     replace_attention(net, "gated_delta_net", layers=[1])
     net.config.pad_token_id = 0
@@ -261,14 +261,14 @@ def test_a_head_over_a_swapped_decoder_begins_anew_and_is_kept(tmp_path: Path) -
     head.save_pretrained(tmp_path / "head")
     back = AutoModelForSequenceClassification.from_pretrained(tmp_path / "head").eval()
     with torch.no_grad():
-        told = [net(ids, attention_mask=mask).logits for net in (head, back)]
-    assert told[0].shape == (len(ids), 3) and torch.equal(*told)
+        outputs = [net(ids, attention_mask=mask).logits for net in (head, back)]
+    assert outputs[0].shape == (len(ids), 3) and torch.equal(*outputs)
     theirs, ours = net.state_dict(), head.state_dict()
     for name, weight in ours.items():
         assert name.startswith("score.") or torch.equal(weight, theirs[name])
-    lost = load_file(tmp_path / "head" / "model.safetensors")
-    del lost["score.weight"]
-    save_file(lost, tmp_path / "head" / "model.safetensors", metadata={"format": "pt"})
+    weights = load_file(tmp_path / "head" / "model.safetensors")
+    del weights["score.weight"]
+    save_file(weights, tmp_path / "head" / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=r"lacks the weight 'score\.weight'"):
         AutoModelForSequenceClassification.from_pretrained(tmp_path / "head")
 
@@ -316,21 +316,21 @@ def test_without_recollect_a_swapped_decoder_is_not_loaded_in_part(tmp_path: Pat
         ),
     ],
 )
-def test_a_saved_swap_that_was_altered_is_one_sentence(
+def test_changed_saved_swap_gives_one_sentence(
     change: Callable[[dict], object], says: str, tmp_path: Path
 ) -> None:
     net = decoder("llama")
     replace_attention(net, "gated_delta_net", layers=[1])
     net.save_pretrained(tmp_path)
-    written = json.loads((tmp_path / "config.json").read_text())
-    change(written)
-    (tmp_path / "config.json").write_text(json.dumps(written))
+    config = json.loads((tmp_path / "config.json").read_text())
+    change(config)
+    (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=re.escape(says)) as caught:
         AutoModelForCausalLM.from_pretrained(tmp_path)
     assert "\n" not in str(caught.value)
 
 
-def test_what_cannot_be_swapped_is_one_sentence() -> None:
+def test_unsupported_decoders_give_one_sentence() -> None:
     net, ids = decoder("llama"), batch()[0]
     initial = net.state_dict().keys()
     for says, kind, ask in (

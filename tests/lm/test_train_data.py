@@ -1,4 +1,4 @@
-"""Rows, batches, tokenizers and files: what is trained on is what was written."""
+"""Rows, batches, tokenizers and files preserve the training text."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_byte_tokens_are_the_bytes_of_utf8(text: str) -> None:
     assert BYTES.decode(result[:-1]) == text
 
 
-def test_tokenizers_load_without_code_of_ours(tmp_path: Path) -> None:
+def test_tokenizers_load_without_recollect(tmp_path: Path) -> None:
     BYTES.save_pretrained(tmp_path)
     repeated = AutoTokenizer.from_pretrained(tmp_path)
     assert repeated("né").input_ids == list("né".encode())
@@ -59,7 +59,7 @@ def test_tokenizers_load_without_code_of_ours(tmp_path: Path) -> None:
         load_tokenizer(str(tmp_path / ".."), key="[model] start")
 
 
-def test_a_trained_bpe_has_the_size_asked_for_and_loses_nothing() -> None:
+def test_trained_bpe_has_the_requested_size_and_is_lossless() -> None:
     text = "the memory writes the value at the key; the memory reads at the query. " * 5
     tokenizer = train_bpe([text], 290)
     assert len(tokenizer) == 290
@@ -79,12 +79,12 @@ def test_a_trained_bpe_has_the_size_asked_for_and_loses_nothing() -> None:
 def test_rows_hold_the_documents_in_order(texts: list[str], context: int) -> None:
     rows = list(pack(texts, BYTES, context=context))
     stream = [token for text in texts for token in [*text.encode(), 256]]
-    begins = np.cumsum([0, *(len(text.encode()) + 1 for text in texts)])[:-1]
+    starts = np.cumsum([0, *(len(text.encode()) + 1 for text in texts)])[:-1]
     assert len(rows) == len(stream) // context
     for i, row in enumerate(rows):
         span = range(i * context, (i + 1) * context)
         assert row.tokens.tolist() == stream[span.start : span.stop]
-        expected = {0, *(int(b) - span.start for b in begins if b in span)}
+        expected = {0, *(int(b) - span.start for b in starts if b in span)}
         assert row.starts == tuple(sorted(expected))
 
 
@@ -125,8 +125,8 @@ def test_a_stream_gives_the_same_rows_and_begins_again(kind: str, tmp_path: Path
         assert one.tokens.tolist() == two.tokens.tolist()
         assert one.starts == two.starts
     mixed = PackedStream(source, BYTES, context=5, length=len(rows), shuffle=3, seed=0)
-    drawn = [r.tokens.tolist() for r in mixed]
-    assert sorted(drawn) == sorted(r.tokens.tolist() for r in rows)
+    tokens = [r.tokens.tolist() for r in mixed]
+    assert sorted(tokens) == sorted(r.tokens.tolist() for r in rows)
     with pytest.raises(ValueError, match="does not fill one row of 99"):
         next(iter(PackedStream(["short"], BYTES, context=99, length=1, shuffle=1, seed=0)))
     with pytest.raises(ValueError, match="does not fill one row of 99"):
@@ -140,7 +140,7 @@ PROSE = "The memory writes\n\nthe value,  at the key: 12 34.\nIt reads\r\n  at t
 
 @pytest.fixture
 def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Texts that are encoded, of at most 256 characters."""
+    """Record texts that are encoded, of at most 256 characters."""
     texts: list[str] = []
 
     def record(tokenizer: Any, text: str, **options: Any) -> Any:
@@ -192,12 +192,12 @@ def test_chunks_do_not_change_the_documents(
     assert max((len(chunk.text) for chunk in source.chunks()), default=0) <= 5
 
 
-# -- batches: packed documents are each alone -----------------------------------------------------
+# -- batches: packed documents are separate -------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["gated_delta_net", "softmax_attention", "titans", "rwkv7", "rls"])
-def test_packed_documents_are_each_alone(name: str) -> None:
-    """Loss and every gradient of a packed batch against a sum over its stretches, one by one."""
+def test_packed_documents_are_separate(name: str) -> None:
+    """Loss and every gradient of a packed batch equal a sum over its separate documents."""
     torch.manual_seed(0)
     config = rc.lm.RecollectConfig.from_recipes(
         name, vocab_size=264, hidden_size=16, num_hidden_layers=2, num_attention_heads=2
@@ -258,7 +258,7 @@ def test_every_kind_of_file_gives_its_documents(tmp_path: Path) -> None:
     source = FileDocuments(files=files, column="body", separator="\n---\n")
     expected = ["three", "four", "one", "two", "five", "six", "seven"]
     assert list(source) == expected
-    assert list(source) == expected  # again, from the beginning
+    assert list(source) == expected  # a second pass from the start
     assert find_files([str(tmp_path / "*.parquet")], key="train") == (shard,)
     with pytest.raises(ValueError, match=r"\[data\] heldout: no file matches .*x\*.txt'"):
         find_files([str(tmp_path / "x*.txt")], key="heldout")
@@ -286,7 +286,7 @@ def test_a_corrupt_line_is_named_with_file_and_line(line: bytes, says: str, tmp_
     assert "a.jsonl:3" in bad.examples[0]
 
 
-def test_corrupt_text_and_parquet_are_named_too(tmp_path: Path) -> None:
+def test_corrupt_text_and_parquet_are_named(tmp_path: Path) -> None:
     text = tmp_path / "a.txt"
     text.write_bytes(b"good\nba\xffd\n")
     with pytest.raises(ValueError, match=r"a.txt:2: not UTF-8 at byte 7"):
@@ -309,9 +309,9 @@ def test_corrupt_text_and_parquet_are_named_too(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.filterwarnings("ignore")  # of the library and what it imports
+@pytest.mark.filterwarnings("ignore")  # of the library and its imports
 def test_a_dataset_is_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through the library's own loader, from a folder in place of the hub."""
+    """By the library's loader, from a folder in place of the hub."""
     pytest.importorskip("datasets")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (tmp_path / "data").mkdir()
@@ -331,8 +331,8 @@ def test_a_dataset_is_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("name", ["linear_attention", "gated_delta_net"])
-def test_model_flops_against_torchs_own_count(name: str) -> None:
-    """torch counts the products that are run: ours count those that are needed."""
+def test_model_flops_against_the_count_of_torch(name: str) -> None:
+    """torch counts the products that run, and our count is of the necessary ones."""
     from torch.utils.flop_counter import FlopCounterMode
 
     sizes: dict[str, Any] = {

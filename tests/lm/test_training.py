@@ -1,4 +1,4 @@
-"""Training runs: resumed after a kill they end where they would have, and nothing half is kept."""
+"""A killed and resumed run ends like an uninterrupted one, and leaves no partial files."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model of a run that nothing stopped."""
-    torch.manual_seed(11)  # a run does not depend on what was drawn before it
+def uninterrupted(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model of an uninterrupted run."""
+    torch.manual_seed(11)  # a run does not depend on earlier random numbers
     return train(plan(text, tmp_path_factory.mktemp("whole"))).folder
 
 
@@ -76,25 +76,25 @@ train(TrainPlan.from_dict(json.loads(sys.argv[1])), trainer_class=Killed)
 
 
 @pytest.mark.parametrize(
-    "where", [pytest.param("step", marks=pytest.mark.slow), "save"], ids=["between", "in a save"]
+    "kind", [pytest.param("step", marks=pytest.mark.slow), "save"], ids=["between", "in a save"]
 )
-def test_killed_and_resumed_ends_where_the_whole_run_does(
-    where: str, text: Path, tmp_path: Path, whole: Path
+def test_killed_and_resumed_run_equals_the_uninterrupted_one(
+    kind: str, text: Path, tmp_path: Path, uninterrupted: Path
 ) -> None:
     run = plan(text, tmp_path)
     killed = subprocess.run(
-        [sys.executable, "-c", KILLED, json.dumps(run.to_dict()), where],
+        [sys.executable, "-c", KILLED, json.dumps(run.to_dict()), kind],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,
     )
     assert killed.returncode == -9, killed.stderr
-    assert (tmp_path / ".saving" / "checkpoint-4").exists() == (where == "save")
+    assert (tmp_path / ".saving" / "checkpoint-4").exists() == (kind == "save")
     assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
     result = train(run, resume=True)
     assert result.steps == STEPS - 2
-    assert_same(result.folder, whole)
+    assert_same(result.folder, uninterrupted)
     assert not (tmp_path / ".saving").exists()
 
 
@@ -119,7 +119,7 @@ def test_interrupted_and_resumed_in_other_ways(
 
 
 class Full(RecollectTrainer):
-    """From step 4 on, the optimizer's file is on a device that is full."""
+    """From step 4 on, the optimizer's file is on a full device."""
 
     file = "optimizer.pt"
 
@@ -145,8 +145,12 @@ class FullAtState(Full):
         for x in (Full, FullAtScheduler, FullAtState)
     ],
 )
-def test_a_full_disk_is_one_sentence_and_keeps_the_last_checkpoint(
-    kind: type[Full], text: Path, tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
+def test_full_disk_gives_one_sentence_and_keeps_the_last_checkpoint(
+    kind: type[Full],
+    text: Path,
+    tmp_path: Path,
+    uninterrupted: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = plan(text, tmp_path)
     usage = SimpleNamespace(total=2**40, used=2**40, free=2**20)
@@ -159,7 +163,7 @@ def test_a_full_disk_is_one_sentence_and_keeps_the_last_checkpoint(
         assert part in message
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-2", "plan.json", "texts.json"]
     if kind is Full:
-        assert_same(train(run, resume=True).folder, whole)
+        assert_same(train(run, resume=True).folder, uninterrupted)
 
 
 def test_another_error_is_not_called_a_full_disk(text: Path, tmp_path: Path) -> None:
@@ -191,9 +195,9 @@ def test_a_batch_that_does_not_fit_is_one_sentence(
         train(plan(text, tmp_path), trainer_class=Large)
 
 
-def test_what_a_run_leaves(text: Path, tmp_path: Path, whole: Path) -> None:
-    run = whole.parent
-    # The two newest checkpoints, and a model that anybody loads without code of its own.
+def test_files_of_a_run(text: Path, tmp_path: Path, uninterrupted: Path) -> None:
+    run = uninterrupted.parent
+    # The two newest checkpoints, and a model that loads without recollect's code.
     names = {p.name for p in run.iterdir()}
     assert names == {"checkpoint-4", "checkpoint-6", "model", "plan.json", "texts.json"}
     assert not list((run / "model").glob("*.bin"))
@@ -228,8 +232,10 @@ print(json.dumps(outputs))
 
 
 @pytest.mark.slow
-def test_a_saved_tokenizer_pads_on_the_left(whole: Path, text: Path, tmp_path: Path) -> None:
-    """In a new process, greedy outputs of a batch are those of its prompts alone."""
+def test_a_saved_tokenizer_pads_on_the_left(
+    uninterrupted: Path, text: Path, tmp_path: Path
+) -> None:
+    """In a new process, greedy outputs of a batch equal those of single prompts."""
     vocabulary = train_bpe([text.read_text()], 300).backend_tokenizer
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=vocabulary, eos_token="<|end|>")
     tokenizer.save_pretrained(tmp_path / "unset")  # the side is not in its tokenizer_config.json
@@ -237,7 +243,7 @@ def test_a_saved_tokenizer_pads_on_the_left(whole: Path, text: Path, tmp_path: P
         tokenizer_object=vocabulary, eos_token="<|end|>", pad_token="!", padding_side="right"
     )
     tokenizer.save_pretrained(tmp_path / "right")
-    folders = [whole]  # bytes
+    folders = [uninterrupted]  # bytes
     for name, data in {
         "bpe": {"tokenizer": "bpe", "vocab": 300},
         "unset": {"tokenizer": str(tmp_path / "unset")},
@@ -260,8 +266,8 @@ def test_a_saved_tokenizer_pads_on_the_left(whole: Path, text: Path, tmp_path: P
         assert rows[:3] == rows[3:], folder
 
 
-def test_a_folder_with_a_run_is_not_trained_over(text: Path, whole: Path) -> None:
-    run = plan(text, whole.parent)
+def test_folder_of_a_run_is_not_overwritten(text: Path, uninterrupted: Path) -> None:
+    run = plan(text, uninterrupted.parent)
     with pytest.raises(ValueError, match=r"already contains checkpoint-6.*--resume"):
         train(run)
     other = replace(run, optimizer=replace(run.optimizer, lr=0.5))
@@ -269,12 +275,12 @@ def test_a_folder_with_a_run_is_not_trained_over(text: Path, whole: Path) -> Non
         train(other, resume=True)
 
 
-def test_a_folder_that_cannot_be_written_is_named(text: Path) -> None:
+def test_error_names_an_unwritable_folder(text: Path) -> None:
     with pytest.raises(ValueError, match=r"\[run\] out = .*mine.jsonl' cannot be written to"):
         train(plan(text, text))
 
 
-def test_it_learns_measures_and_tells(text: Path, tmp_path: Path) -> None:
+def test_run_learns_measures_and_reports(text: Path, tmp_path: Path) -> None:
     events = Recorder()
     run = plan(
         text,
@@ -299,7 +305,7 @@ def test_it_learns_measures_and_tells(text: Path, tmp_path: Path) -> None:
 def test_held_out_rows_are_not_trained_on_and_weighted_by_tokens(
     text: Path, tmp_path: Path
 ) -> None:
-    """The measurement against a plain sum over rows, one at a time."""
+    """The measurement equals a plain sum over single rows."""
     from recollect.lm.data.rows import collate, read_rows
     from recollect.lm.data.sources import FileDocuments
     from recollect.lm.data.tokenizers import byte_tokenizer
@@ -307,11 +313,11 @@ def test_held_out_rows_are_not_trained_on_and_weighted_by_tokens(
     run = plan(text, tmp_path, data={"heldout_share": 0.2}, optimizer={"steps": 1})
     result = train(run)
     rows, tally = read_rows(FileDocuments(files=(text,)), byte_tokenizer(), context=32)
-    held = rows[4::5]
+    heldout = rows[4::5]
     total, count = 0.0, 0
     model = result.model.eval()
     with torch.no_grad():
-        for row in held:
+        for row in heldout:
             batch = collate([row], reset_memory=True)
             requested = int((batch["labels"][:, 1:] != -100).sum())
             total += float(model(**batch).loss) * requested
@@ -322,13 +328,13 @@ def test_held_out_rows_are_not_trained_on_and_weighted_by_tokens(
 
 @pytest.mark.slow
 def test_variants_take_the_same_steps(text: Path, tmp_path: Path) -> None:
-    """Recomputed activations change nothing; halves of a batch accumulate to the whole."""
+    """Recomputed activations change nothing, and halves of a batch accumulate to the batch."""
     base = {"steps": 2, "batch": 4}
     plain = train(plan(text, tmp_path / "a", optimizer=base))
     repeated = train(plan(text, tmp_path / "b", optimizer=base, run={"checkpointing": True}))
     assert_same(plain.folder, repeated.folder)
-    halves = {"steps": 2, "batch": 2, "accumulate": 2}
-    both = train(plan(text, tmp_path / "c", optimizer=halves))
+    accumulated = {"steps": 2, "batch": 2, "accumulate": 2}
+    both = train(plan(text, tmp_path / "c", optimizer=accumulated))
     one, two = weights(plain.folder), weights(both.folder)
     for name in one:  # sums in another order, through AdamW's quotients
         torch.testing.assert_close(one[name], two[name], atol=2e-4, rtol=0)
@@ -341,14 +347,16 @@ def test_bfloat16_keeps_float32_weights(text: Path, tmp_path: Path) -> None:
     assert math.isfinite(result.loss)
 
 
-def test_training_goes_on_from_a_saved_model(text: Path, tmp_path: Path, whole: Path) -> None:
-    start = {"model": {"start": str(whole)}}
+def test_training_starts_from_a_saved_model(
+    text: Path, tmp_path: Path, uninterrupted: Path
+) -> None:
+    start = {"model": {"start": str(uninterrupted)}}
     run = TrainPlan.from_dict({**plan(text, tmp_path).to_dict(), **start})
     run = replace(run, optimizer=replace(run.optimizer, steps=1, lr=1e-12))
-    assert_same(train(run).folder, whole)  # a step of next to nothing from where it was
+    assert_same(train(run).folder, uninterrupted)  # a minimal step from the saved weights
 
 
-def test_a_bpe_of_ones_own_is_trained_kept_and_used(text: Path, tmp_path: Path) -> None:
+def test_trained_bpe_is_stored_and_used(text: Path, tmp_path: Path) -> None:
     run = plan(
         text, tmp_path, data={"tokenizer": "bpe", "vocab": 300}, optimizer={"steps": 2, "batch": 1}
     )
@@ -369,10 +377,10 @@ def test_tensorboard_has_to_be_installed(
         train(plan(text, tmp_path, run={"tensorboard": True}))
 
 
-def test_each_run_of_a_process_has_its_own_tensorboard_folder(
+def test_runs_of_a_process_have_separate_tensorboard_folders(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a writer in place of tensorboard's."""
+    """With a replacement for tensorboard's writer."""
     folders: list[str] = []
 
     class SummaryWriter:
@@ -396,7 +404,7 @@ def test_each_run_of_a_process_has_its_own_tensorboard_folder(
 
 
 def test_evaluate_takes_other_rows_and_a_prefix(text: Path, tmp_path: Path) -> None:
-    """The rows of training, against the run's held-out rows."""
+    """The rows of training, compared with the run's held-out rows."""
     run = plan(text, tmp_path, data={"heldout_share": 0.2}, optimizer={"steps": 1})
     data = load_text_data(run, byte_tokenizer(), BadLinePolicy())
     model = train(run).model
@@ -412,8 +420,8 @@ def test_evaluate_takes_other_rows_and_a_prefix(text: Path, tmp_path: Path) -> N
     assert measured["train_loss"] != pytest.approx(heldout["eval_loss"], rel=1e-4)
 
 
-def test_a_finished_run_is_resumed_without_another_step(text: Path, tmp_path: Path) -> None:
-    """Also where the rate ends above 0, so that a step too many would show."""
+def test_finished_run_takes_no_more_steps(text: Path, tmp_path: Path) -> None:
+    """Also if the final rate is above 0, which would show another step."""
     run = plan(
         text, tmp_path, data={"stream": True, "shuffle": 5}, optimizer={"steps": 2, "floor": 0.5}
     )
@@ -424,8 +432,8 @@ def test_a_finished_run_is_resumed_without_another_step(text: Path, tmp_path: Pa
     assert all(torch.equal(initial[name], x) for name, x in weights(repeated.folder).items())
 
 
-def test_the_loss_of_a_step_is_the_mean_over_what_is_predicted(text: Path, tmp_path: Path) -> None:
-    """Of the first step, against a plain sum over its rows; two passes of other counts make it."""
+def test_loss_of_a_step_is_the_mean_over_targets(text: Path, tmp_path: Path) -> None:
+    """The first step equals a plain sum over its rows; its two passes have different counts."""
     for packing in ("documents", "stream"):
         run = plan(
             text,
@@ -448,8 +456,8 @@ def test_the_loss_of_a_step_is_the_mean_over_what_is_predicted(text: Path, tmp_p
         assert result.loss == pytest.approx(total / count, rel=1e-5), packing
 
 
-def test_a_run_that_begins_trains_its_own_bpe(text: Path, tmp_path: Path) -> None:
-    """What another run left in the folder before its first checkpoint is not taken for it."""
+def test_new_run_trains_its_bpe(text: Path, tmp_path: Path) -> None:
+    """Files of another run from before its first checkpoint are ignored."""
     train_bpe(["something else"], 280).save_pretrained(tmp_path / "tokenizer")
     run = plan(text, tmp_path, data={"tokenizer": "bpe", "vocab": 300}, optimizer={"steps": 1})
     assert len(AutoTokenizer.from_pretrained(train(run).folder)) == 300
@@ -465,24 +473,24 @@ def test_speed_counts_the_time_that_steps_wait_for_rows(
     monkeypatch.setattr("time.perf_counter", lambda: clock)
     state = SimpleNamespace(global_step=1)
 
-    def step(begins: float, ends: float) -> float:
+    def step(start: float, ends: float) -> float:
         nonlocal clock
-        clock = begins
+        clock = start
         callback.on_step_begin(None, state, None)
         clock = ends
         callback.on_step_end(None, state, None)
         return callback.progress.tokens_per_second
 
     assert step(10, 11) == pytest.approx(64 / 1)
-    assert step(14, 15) == pytest.approx(2 * 64 / 5)  # three seconds of waiting are of the run
+    assert step(14, 15) == pytest.approx(2 * 64 / 5)  # the run includes three seconds of waiting
     callback.on_save(None, state, None)
-    assert step(90, 91) == pytest.approx(3 * 64 / 6)  # those of a checkpoint are not
+    assert step(90, 91) == pytest.approx(3 * 64 / 6)  # and not those of a checkpoint
     callback.on_evaluate(None, state, None)
     assert step(190, 192) == pytest.approx(4 * 64 / 8)
 
 
-def test_log_lines_say_how_fast_it_goes(whole: Path) -> None:
-    state = json.loads((whole.parent / "checkpoint-6" / "trainer_state.json").read_text())
+def test_log_lines_include_the_speed(uninterrupted: Path) -> None:
+    state = json.loads((uninterrupted.parent / "checkpoint-6" / "trainer_state.json").read_text())
     lines = [line for line in state["log_history"] if "loss" in line]
     assert len(lines) == STEPS
     assert all(line["tokens_per_second"] > 0 and line["ceiling_share"] > 0 for line in lines)
@@ -503,28 +511,28 @@ def test_a_corrupt_line_stops_or_is_skipped_and_counted(text: Path, tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_the_loss_of_a_run_is_that_of_its_last_steps(
+def test_loss_of_a_run_is_the_mean_of_its_last_steps(
     accumulate: int, text: Path, tmp_path: Path
 ) -> None:
     optimizer = {"steps": 12, "batch": 2, "accumulate": accumulate}
     actual = {}
-    for every in (1, 5, 100):
+    for interval in (1, 5, 100):
         events = Recorder()
-        run = {"log_every": every, "save_every": 0, "out": str(tmp_path / str(every))}
+        run = {"log_every": interval, "save_every": 0, "out": str(tmp_path / str(interval))}
         result = train(plan(text, tmp_path, optimizer=optimizer, run=run), observer=events)
         assert events.progress[-1].loss == result.loss
-        actual[every] = result.loss
-        if every == 1:
+        actual[interval] = result.loss
+        if interval == 1:
             lines = {p.step: p.loss for p in events.progress[:-1] if p.loss is not None}
             assert sorted(lines) == list(range(1, 13))
             last = [lines[step] for step in range(3, 13)]
             assert result.loss == pytest.approx(sum(last) / 10, rel=1e-4)
             assert result.loss != pytest.approx(lines[1], rel=1e-3)
-    assert len(set(actual.values())) == 1  # whatever the interval
+    assert len(set(actual.values())) == 1  # for any interval
 
 
-def test_a_run_begins_by_saying_what_it_is(text: Path, tmp_path: Path) -> None:
-    """Parameters by part against the closed form; tokens by hand."""
+def test_run_reports_parameters_and_tokens_at_its_start(text: Path, tmp_path: Path) -> None:
+    """Parameters by part against the closed form, and tokens counted by hand."""
     events = Recorder()
     run = plan(
         text,
@@ -553,7 +561,7 @@ def test_a_run_begins_by_saying_what_it_is(text: Path, tmp_path: Path) -> None:
     assert events.summaries[1]["run"] == "6 steps, 1,152 tokens, from step 7 on"
 
 
-def test_a_tied_head_has_no_parameters_of_its_own(text: Path, tmp_path: Path) -> None:
+def test_tied_head_has_no_parameters(text: Path, tmp_path: Path) -> None:
     events = Recorder()
     run = plan(text, tmp_path, model={"tie": True}, optimizer={"steps": 1}, run={"bf16": True})
     model = train(run, observer=events).model
@@ -564,17 +572,15 @@ def test_a_tied_head_has_no_parameters_of_its_own(text: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", ["cuda:99", "gpu", "cuda:-1", "meta"])
-def test_a_device_that_is_not_here_is_one_sentence(name: str, text: Path, tmp_path: Path) -> None:
+def test_missing_device_gives_one_sentence(name: str, text: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     with pytest.raises(ValueError, match=r"^\[run\] device '.*' is not here: torch sees cpu"):
         train(plan(text, out, run={"device": name}))
     assert not out.exists()
 
 
-def test_the_cpu_is_used_where_it_is_asked_for(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where torch has an accelerator, which would be the default."""
+def test_requested_cpu_is_used(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if torch has an accelerator, which is the default."""
     gpu = torch.device("cuda:0")
     with monkeypatch.context() as patch:
         patch.setattr(torch.accelerator, "current_accelerator", lambda **_: gpu)

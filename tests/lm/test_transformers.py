@@ -1,4 +1,4 @@
-"""What transformers hands to a model is taken by its meaning; Trainer, pipelines and PEFT run."""
+"""Arguments of transformers keep their meaning, and Trainer, pipelines and PEFT run."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ from recollect.lm import (
 )
 from recollect.lm.data.tokenizers import byte_tokenizer
 
-# transformers and PEFT call each other by names that transformers is about to change.
+# transformers and PEFT call each other by names that transformers will change.
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 
 VOCAB = 264
 
 
 def config(recipe: str = "gated_delta_net", **sizes: Any) -> rc.lm.RecollectConfig:
-    own = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2}
+    defaults = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2}
     return rc.lm.RecollectConfig.from_recipes(
-        recipe, num_attention_heads=2, pad_token_id=0, **{**own, **sizes}
+        recipe, num_attention_heads=2, pad_token_id=0, **{**defaults, **sizes}
     )
 
 
@@ -88,15 +88,15 @@ SAME: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("given", SAME.values(), ids=SAME)
-def test_what_says_the_same_changes_nothing(given: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", SAME.values(), ids=SAME)
+def test_equivalent_arguments_change_nothing(options: dict[str, Any]) -> None:
     net, ids = ours(), torch.stack(text(T, T))
     with torch.no_grad():
         want = net(ids, labels=ids)
-        told = net(ids, labels=ids, **given)
-        inner = net.model(ids, num_items_in_batch=3, **given)
-    torch.testing.assert_close(told.logits, want.logits, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(told.loss, want.loss)
+        outputs = net(ids, labels=ids, **options)
+        inner = net.model(ids, num_items_in_batch=3, **options)
+    torch.testing.assert_close(outputs.logits, want.logits, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(outputs.loss, want.loss)
     assert inner.last_hidden_state.shape == (2, T, 16)
 
 
@@ -129,16 +129,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize(("given", "says"), REFUSED.values(), ids=REFUSED)
-def test_what_a_memory_cannot_do_is_refused(given: dict[str, Any], says: str) -> None:
+@pytest.mark.parametrize(("options", "says"), REFUSED.values(), ids=REFUSED)
+def test_unsupported_arguments_are_refused(options: dict[str, Any], says: str) -> None:
     net, ids = ours(), torch.stack(text(T, T))
     for module in (net, net.model):
         with pytest.raises(ValueError, match=re.escape(says)) as caught:
-            module(ids, **given)
+            module(ids, **options)
         assert "\n" not in str(caught.value)
 
 
-def test_an_argument_that_nobody_knows_is_no_silence() -> None:
+def test_unknown_argument_is_refused() -> None:
     with pytest.raises(TypeError, match=r"no argument 'position_id'; did you mean 'position_ids'"):
         ours()(text(3)[0][None], position_id=None)
     with pytest.raises(TypeError, match="did you mean 'cache'"):
@@ -152,7 +152,7 @@ def test_tuples_hidden_states_and_logits_to_keep() -> None:
         logits, *_ = net(ids, return_dict=False)
         last = net(ids, logits_to_keep=2).logits
     assert isinstance(logits, Tensor) and torch.equal(logits, full.logits)
-    # A product of fewer rows may round otherwise.
+    # A product of fewer rows can round differently.
     torch.testing.assert_close(last, full.logits[:, -2:])
     assert [x.shape for x in full.hidden_states] == [(1, T, 16)] * 3
 
@@ -190,7 +190,7 @@ COLLATORS: dict[str, dict[str, bool]] = {
 
 @pytest.mark.parametrize("make", [ours, lambda: ours("softmax_attention")], ids=["gdn", "softmax"])
 @pytest.mark.parametrize("how", COLLATORS.values(), ids=COLLATORS)
-def test_flattened_documents_are_documents_alone(how: dict[str, bool], make: Any) -> None:
+def test_flattened_documents_equal_single_documents(how: dict[str, bool], make: Any) -> None:
     net, documents = make(), text(5, 3, 6)
     batch = DataCollatorWithFlattening(**how)([{"input_ids": x.tolist()} for x in documents])
     with torch.no_grad():
@@ -203,7 +203,7 @@ def test_flattened_documents_are_documents_alone(how: dict[str, bool], make: Any
     torch.testing.assert_close(packed.loss, loss, atol=1e-5, rtol=1e-5)
 
 
-def test_rows_may_be_packed_too() -> None:
+def test_rows_may_be_packed() -> None:
     net, (a, b, c, d) = ours(), text(5, 3, 2, 6)
     ids = torch.stack([torch.cat([a, b]), torch.cat([c, d])])
     positions = torch.stack(
@@ -221,7 +221,7 @@ def test_rows_may_be_packed_too() -> None:
 
 
 @pytest.mark.parametrize("how", ["positions", "flash attention's"])
-def test_flattened_documents_are_documents_alone_in_a_swapped_decoder(how: str) -> None:
+def test_flattened_documents_of_a_swapped_decoder(how: str) -> None:
     net, documents = swapped(), text(5, 3, 6)
     batch = DataCollatorWithFlattening(**COLLATORS[how])(
         [{"input_ids": x.tolist()} for x in documents]
@@ -284,18 +284,18 @@ def test_a_swapped_decoder_trains_with_gradient_checkpointing(tmp_path: Path) ->
     assert not torch.equal(net.state_dict()[gate], started[gate])
 
 
-def test_the_text_generation_pipeline_writes_what_generate_does() -> None:
+def test_text_generation_pipeline_equals_generate() -> None:
     net, tokenizer = ours(), byte_tokenizer()
     write = pipeline("text-generation", model=net, tokenizer=tokenizer, device="cpu")
     how = {"max_new_tokens": 5, "do_sample": False}
     (one, two) = write(["the memory", "a"], **how, return_full_text=False, batch_size=2)
-    for said, prompt in ((one, "the memory"), (two, "a")):
+    for generated, prompt in ((one, "the memory"), (two, "a")):
         ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
         new = net.generate(ids, **how)[0, ids.shape[1] :]
-        assert said[0]["generated_text"] == tokenizer.decode(new, skip_special_tokens=True)
+        assert generated[0]["generated_text"] == tokenizer.decode(new, skip_special_tokens=True)
 
 
-def test_texts_are_sorted_trained_and_kept(tmp_path: Path) -> None:
+def test_sequence_classification_trains_and_is_saved(tmp_path: Path) -> None:
     ours().save_pretrained(tmp_path / "lm")
     net = AutoModelForSequenceClassification.from_pretrained(tmp_path / "lm", num_labels=3)
     assert type(net) is RecollectForSequenceClassification
@@ -303,14 +303,14 @@ def test_texts_are_sorted_trained_and_kept(tmp_path: Path) -> None:
     for name, weight in net.state_dict().items():
         assert name == "score.weight" or torch.equal(weight, weights[name])
     ids = text(4, 6, 6)
-    left = torch.stack([torch.cat([torch.zeros(6 - len(x), dtype=torch.long), x]) for x in ids])
+    padded = torch.stack([torch.cat([torch.zeros(6 - len(x), dtype=torch.long), x]) for x in ids])
     right = torch.stack([torch.cat([x, torch.zeros(6 - len(x), dtype=torch.long)]) for x in ids])
     with torch.no_grad():
         net.eval()
         single = torch.cat([net(x[None]).logits for x in ids])
-        for rows in (left, right):
-            told = net(rows, attention_mask=(rows != 0).long()).logits
-            torch.testing.assert_close(told, single, atol=1e-5, rtol=1e-5)
+        for rows in (padded, right):
+            logits = net(rows, attention_mask=(rows != 0).long()).logits
+            torch.testing.assert_close(logits, single, atol=1e-5, rtol=1e-5)
     rows = [{"input_ids": x, "labels": torch.tensor(i % 3)} for i, x in enumerate(text(*[6] * 6))]
     initial = net.score.weight.clone()
     trained(net, tmp_path / "run", rows)
@@ -318,7 +318,7 @@ def test_texts_are_sorted_trained_and_kept(tmp_path: Path) -> None:
     net.eval().save_pretrained(tmp_path / "sorter")
     back = AutoModelForSequenceClassification.from_pretrained(tmp_path / "sorter").eval()
     with torch.no_grad():
-        assert torch.equal(back(left).logits, net(left).logits)
+        assert torch.equal(back(padded).logits, net(padded).logits)
     inner = RecollectModel.from_pretrained(tmp_path / "sorter")
     assert torch.equal(inner.embed_tokens.weight, net.model.embed_tokens.weight)
 

@@ -39,9 +39,9 @@ def config(name: Any, width: int = WIDTH, **sizes: Any) -> rc.lm.RecollectConfig
     return rc.lm.RecollectConfig.from_recipes(name, hidden_size=width, **{**stated, **sizes})
 
 
-# By hand, from what each parameter is: (role, end of its name). Whatever has none of these ends is
-# an input: embeddings, biases, norms, convolutions, decays, initial memories, the second map of a
-# low rank.
+# The role of each parameter, by hand: (role, end of its name). Parameters without these ends are
+# inputs: embeddings, biases, norms, convolutions, decays, initial memories, the second map of a low
+# rank.
 HIDDEN = ("qkv.weight", "out.weight", "output_gate.weight", "gate_up.weight", "mlp.down.weight")
 ROLES: dict[str, dict[str, tuple[str, ...]]] = {
     "gated_delta_net": {"hidden": (*HIDDEN, "gates.lr.weight", "gates.log_decay.weight")},
@@ -56,7 +56,7 @@ ROLES: dict[str, dict[str, tuple[str, ...]]] = {
     "lru": {"hidden": HIDDEN},
     "rg_lru": {"hidden": HIDDEN, "output": ("log_decay.down", "lr.down")},
     "ffn_swiglu": {"hidden": (*HIDDEN, "layer.keys", "layer.values", "gates.gate_key")},
-    # Heads that read a slice each: pairs of fixed channels, as many more as the model is wide.
+    # Heads that read one slice each: pairs of fixed channels, whose number grows with the width.
     "ffn_multi_head": {"hidden": HIDDEN, "output": ("layer.values",)},
     "titans_mac": {
         "hidden": (
@@ -68,7 +68,7 @@ ROLES: dict[str, dict[str, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("name", ROLES)
-def test_roles_are_those_of_what_a_parameter_does(name: str) -> None:
+def test_roles_of_parameters(name: str) -> None:
     expected = {"hidden": (), "output": (), **ROLES[name]}
     expected["output"] = (*expected["output"], "lm_head.weight")
     for path, rule in rc.lm.width_rules(config(name), BASE).items():
@@ -77,7 +77,7 @@ def test_roles_are_those_of_what_a_parameter_does(name: str) -> None:
         assert rule.rate == (1.0 if role == "input" else 1 / M), path
 
 
-def test_token_shifts_of_low_rank_are_read_as_the_maps_that_they_are() -> None:
+def test_roles_of_low_rank_token_shifts() -> None:
     rules = rc.lm.width_rules(config("rwkv6", 1024), 256)
     assert rules["model.blocks.0.layer.shift.down"].role == "output"
     assert rules["model.blocks.0.layer.shift.up"].role == "input"
@@ -85,8 +85,8 @@ def test_token_shifts_of_low_rank_are_read_as_the_maps_that_they_are() -> None:
 
 
 @pytest.mark.parametrize("spread", [None, 0.02])
-def test_initial_scales_are_those_of_the_table(spread: float | None) -> None:
-    """Standard deviations, measured: σ₀, σ₀/√m and σ₀/m."""
+def test_initial_scales_equal_the_table(spread: float | None) -> None:
+    """Measured standard deviations: σ₀, σ₀/√m and σ₀/m."""
     torch.manual_seed(0)
     result = []
     for width in (BASE, WIDTH):
@@ -111,15 +111,15 @@ def test_initial_scales_are_those_of_the_table(spread: float | None) -> None:
         assert wide[name] * M**power == pytest.approx(base[name], rel=0.1), name
 
 
-def test_at_the_base_width_training_is_the_standard_one(text: Path, tmp_path: Path) -> None:
+def test_training_at_the_base_width_is_standard(text: Path, tmp_path: Path) -> None:
     one = train(plan(text, tmp_path / "one")).folder
     rules = {"parametrization": "mup", "base_width": 16}
     two = train(plan(text, tmp_path / "two", optimizer=rules)).folder
     assert (one / "model.safetensors").read_bytes() == (two / "model.safetensors").read_bytes()
 
 
-def test_a_step_moves_every_weight_by_its_own_rate(text: Path, tmp_path: Path) -> None:
-    """AdamW's first step is lr · sign(gradient), and what decays is lr · weight decay · weight."""
+def test_step_changes_every_weight_at_its_rate(text: Path, tmp_path: Path) -> None:
+    """AdamW's first step is lr · sign(gradient), and decay is lr · weight decay · weight."""
     lr, decay = 0.01, 0.5
     run = plan(
         text,
@@ -145,15 +145,15 @@ def test_a_step_moves_every_weight_by_its_own_rate(text: Path, tmp_path: Path) -
                 continue
             factor = rate[known[-1]]
             recorded.add(known[-1])
-        left = weight.detach() * (1 - lr * decay * name.endswith(decays))
-        moved = (later[name] - left).abs()
+        decayed = weight.detach() * (1 - lr * decay * name.endswith(decays))
+        moved = (later[name] - decayed).abs()
         moved = moved[moved > 1e-6]  # a byte that the text lacks has no gradient
         assert float(moved.median()) == pytest.approx(lr * factor, rel=0.01), name
     assert recorded == rate.keys()
 
 
 @pytest.mark.slow
-def test_a_run_that_was_stopped_goes_on_with_its_rates(text: Path, tmp_path: Path) -> None:
+def test_stopped_run_resumes_with_its_rates(text: Path, tmp_path: Path) -> None:
     rules = {"parametrization": "mup", "base_width": 8}
     full = train(plan(text, tmp_path / "whole", optimizer=rules)).folder
     run = plan(text, tmp_path / "parts", optimizer=rules)
@@ -166,15 +166,13 @@ def test_a_run_that_was_stopped_goes_on_with_its_rates(text: Path, tmp_path: Pat
         train(other, resume=True)
 
 
-def test_a_tied_output_divides_its_logits_and_says_so_where_it_is_saved(
-    text: Path, tmp_path: Path
-) -> None:
+def test_tied_output_divides_its_logits_and_is_saved(text: Path, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = rc.lm.RecollectForCausalLM(config("gla", tie_word_embeddings=True)).eval()
     ids = torch.randint(48, (2, 8))
     initial = model(ids).logits
     rc.lm.scale_for_width(model, BASE)
-    embedding = M**0.5  # what the embedding was multiplied by, once where it reads
+    embedding = M**0.5  # the factor of the embedding, once in its read
     x = model.model(ids).last_hidden_state
     logits = x @ model.lm_head.weight.T / M
     assert model.config.logit_scale == 1 / M
@@ -196,7 +194,7 @@ def test_a_tied_output_divides_its_logits_and_says_so_where_it_is_saved(
         train(plan(text, tmp_path / "on", model=saved, optimizer=rules))
 
 
-def test_a_loop_of_ones_own_has_the_same_rates() -> None:
+def test_custom_loop_has_equal_rates() -> None:
     model = rc.lm.RecollectForCausalLM(config("gated_delta_net"))
     groups = rc.lm.parameter_groups(model, lr=1e-2, weight_decay=0.1, base_width=BASE)
     stated = {
@@ -214,7 +212,7 @@ def test_a_loop_of_ones_own_has_the_same_rates() -> None:
 
 
 @pytest.mark.parametrize(
-    ("made", "base", "said"),
+    ("model", "base", "message"),
     [
         (("gla", 96, {}), 64, None),
         (("gla", 96, {}), 40, "6 heads of width 96 are 2.5 of width 40"),
@@ -223,31 +221,31 @@ def test_a_loop_of_ones_own_has_the_same_rates() -> None:
         (("gateloop", 256, {}), 16, "take another base_width|not the same kind of parameter"),
     ],
 )
-def test_what_the_rules_do_not_cover_is_refused(
-    made: tuple[str, int, dict[str, Any]], base: int, said: str | None
+def test_uncovered_parameters_are_refused(
+    model: tuple[str, int, dict[str, Any]], base: int, message: str | None
 ) -> None:
-    name, width, sizes = made
-    if said is None:
+    name, width, sizes = model
+    if message is None:
         rc.lm.width_rules(config(name, width, **sizes), base)
         return
-    with pytest.raises(RecipeError, match=said):
+    with pytest.raises(RecipeError, match=message):
         rc.lm.width_rules(config(name, width, **sizes), base)
 
 
-def test_a_module_that_declares_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Own(nn.Module):
+def test_module_without_declarations_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Undeclared(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.scale = nn.Parameter(torch.ones(3))
 
     begin = MemoryLayer.__init__
 
-    def with_own(self: MemoryLayer, *args: Any, **kwargs: Any) -> None:
+    def with_custom(self: MemoryLayer, *args: Any, **kwargs: Any) -> None:
         begin(self, *args, **kwargs)
-        self.own = Own()
+        self.custom = Undeclared()
 
-    monkeypatch.setattr(MemoryLayer, "__init__", with_own)
-    with pytest.raises(RecipeError, match=r"own\.scale: Own declares no axes"):
+    monkeypatch.setattr(MemoryLayer, "__init__", with_custom)
+    with pytest.raises(RecipeError, match=r"custom\.scale: Undeclared declares no axes"):
         rc.lm.width_rules(config("gla"), BASE)
 
 
@@ -273,13 +271,13 @@ def test_another_width_has_heads_of_the_same_size() -> None:
     assert default_widths(config("gla", 80, num_attention_heads=1)) == [80, 160, 320]
 
 
-def test_the_rate_that_is_logged_is_the_stated_one_below_the_base_width_too() -> None:
+def test_logged_rate_is_the_stated_one() -> None:
     model = rc.lm.RecollectForCausalLM(config("gated_delta_net", 32))
     for base in (16, 32, 64):
         assert rc.lm.parameter_groups(model, lr=1e-3, base_width=base)[0]["lr"] == 1e-3
 
 
-def test_what_is_no_bare_language_model_is_refused_whole() -> None:
+def test_other_models_are_refused() -> None:
     model = rc.lm.RecollectForCausalLM(config("gated_delta_net", 32))
     initial = {name: weight.clone() for name, weight in model.named_parameters()}
     for other in (model.model, torch.nn.Sequential(model), torch.nn.Linear(2, 2)):

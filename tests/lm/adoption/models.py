@@ -163,7 +163,7 @@ def make_model(name: str, seed: int = 0, **options: Any) -> Any:
     """Return a model whose decays, norms and biases differ between channels.
 
     Its module is imported without flash-linear-attention, whose kernels transformers would choose
-    on a machine without a GPU, too.
+    also on a machine without a GPU.
     """
     settings = {
         **OTHERS,
@@ -172,7 +172,7 @@ def make_model(name: str, seed: int = 0, **options: Any) -> Any:
     }
     common = {} if "text_config" in settings[name] else COMMON
     options = {**common, **settings[name], **options}
-    # The mapping of classes may have those of flash-linear-attention under the same names.
+    # The mapping of classes can contain those of flash-linear-attention under the same names.
     config_class = getattr(transformers, CONFIG_MAPPING_NAMES[name])
     config = config_class(**{k: x for k, x in options.items() if x is not None})
     module_name = type(config).__module__.replace("configuration_", "modeling_")

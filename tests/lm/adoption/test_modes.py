@@ -443,7 +443,7 @@ def test_models_without_a_family_are_unchanged(name: str) -> None:
 
 
 def test_a_vision_tower_is_unchanged() -> None:
-    """A convolution over patches is no recurrent layer."""
+    """A convolution over patches is not a recurrent layer."""
     model = nn.Sequential(nn.Conv2d(3, 4, 2), nn.Conv1d(4, 4, 3))
     report = rc.lm.adopt(model)
     assert report.layers == ()

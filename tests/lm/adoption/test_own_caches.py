@@ -142,7 +142,7 @@ def test_the_derivative_of_the_input_scale_is_bounded() -> None:
     gradients = []
     for model in models:
         rg_lru = model.model.layers[0].temporal_block.rg_lru
-        nn.init.constant_(rg_lru.recurrent_param, -40.0)  # 1 − α² = 0, where √ has no derivative
+        nn.init.constant_(rg_lru.recurrent_param, -40.0)  # 1 − α² = 0, at which √ has no derivative
         model(IDS, labels=IDS, use_cache=False).loss.backward()
         gradients.append(rg_lru.recurrent_gate_weight.grad)
     original, adopted = gradients

@@ -1,6 +1,6 @@
-"""Published models as their papers and sources define them: tensors, and forward passes in loops.
+"""Published models from their papers and sources: tensors, and forward passes in loops.
 
-Everything is written for one sequence, token by token, in float64. Nothing here imports recollect.
+Everything is written for one sequence, token by token, in float64, and without recollect.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def unit(x: Tensor) -> Tensor:
-    """Keys and queries of the delta rules: the kernels add 1e-6 to the squared length."""
+    """Normalise keys and queries as the delta rules do: kernels add 1e-6 to the squared norm."""
     return x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
 
 
 def short_conv(x: Tensor, weight: Tensor) -> Tensor:
-    """A causal depthwise convolution of ``x [T, D]``: weight ``[D, 1, w]``, newest token last."""
+    """Apply a causal depthwise convolution to ``x [T, D]``: ``weight [D, 1, w]``, newest last."""
     width = weight.shape[-1]
     rows = []
     for t in range(x.shape[0]):
@@ -80,7 +80,7 @@ def gla_layer(x: Tensor, w: Weights, config: Mapping[str, Any], index: int) -> T
 
 
 def gated_output(x: Tensor, y: Tensor, w: Weights, config: Mapping[str, Any]) -> Tensor:
-    """Norm per head, gate and output map of GLA and RetNet."""
+    """Apply the norm per head, the gate and the output map of GLA and RetNet."""
     fused = config["use_output_gate"] and config["fuse_norm"]
     norm = w["g_norm_swish_gate.weight" if fused else "g_norm.weight"]
     y = rms(y, norm, config["norm_eps"]).flatten(1)
@@ -124,7 +124,7 @@ def kda_layer(x: Tensor, w: Weights, config: Mapping[str, Any], index: int) -> T
 def gated_delta_inputs(
     x: Tensor, w: Weights, config: Mapping[str, Any]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k, v and β; query and key heads are repeated for the heads of values."""
+    """Return q, k, v and β; query and key heads are repeated for the heads of values."""
     heads, conv = config["num_heads"], config["use_short_conv"]
     groups = (config["num_v_heads"] or heads) // heads
     q, k, v = (projected(x, w, name, conv=conv, activate=True) for name in "qkv")
@@ -218,8 +218,8 @@ def forward(ids: Tensor, state: Weights, config: Mapping[str, Any], layer: Layer
         eps = config["norm_eps"]
         x = x + layer(rms(x, block["attn_norm.weight"], eps), attn, config, i)
         h = rms(x, block["mlp_norm.weight"], eps)
-        up = silu(h @ block["mlp.gate_proj.weight"].T) * (h @ block["mlp.up_proj.weight"].T)
-        x = x + up @ block["mlp.down_proj.weight"].T
+        hidden = silu(h @ block["mlp.gate_proj.weight"].T) * (h @ block["mlp.up_proj.weight"].T)
+        x = x + hidden @ block["mlp.down_proj.weight"].T
     head = w["model.embeddings.weight" if config["tie_word_embeddings"] else "lm_head.weight"]
     return rms(x, w["model.norm.weight"], config["norm_eps"]) @ head.T
 

@@ -1,4 +1,4 @@
-"""Converters of published models: equal outputs, equal bits there and back, and refusals."""
+"""Converters of published models: equal outputs, bit-exact round trips, and refusals."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_outputs_and_round_trip(tmp_path: Path, model_type: str, changes: dict[s
             cache = rc.lm.cache_of(outputs)
             steps.append(outputs.logits[0])
         assert (torch.cat(steps) - expected).abs().max() <= 1e-5 * expected.abs().max()
-        exact = model.double()(ids[None]).logits[0]  # also the constants are those of the layout
+        exact = model.double()(ids[None]).logits[0]  # constants are those of the layout, too
         assert (exact - expected).abs().max() <= 1e-9 * expected.abs().max()
 
     back = rc.lm.convert(tmp_path / "ours", tmp_path / "back", to=model_type)
@@ -88,7 +88,7 @@ def test_shards_are_read_and_written_one_at_a_time(tmp_path: Path) -> None:
     assert all(torch.equal(x, result[name]) for name, x in state.items())
 
 
-def test_a_type_per_tensor_is_kept(tmp_path: Path) -> None:
+def test_dtype_per_tensor_is_preserved(tmp_path: Path) -> None:
     config, state = make("delta_net")
     state = {name: x if "norm" in name else x.bfloat16() for name, x in state.items()}
     ours = rc.lm.convert(save(tmp_path / "published", config, state), tmp_path / "ours")
@@ -98,7 +98,7 @@ def test_a_type_per_tensor_is_kept(tmp_path: Path) -> None:
     assert all(torch.equal(x, result[n]) and x.dtype == result[n].dtype for n, x in state.items())
 
 
-def test_the_type_of_a_model_is_that_of_most_numbers(tmp_path: Path) -> None:
+def test_dtype_of_a_model_is_that_of_most_numbers(tmp_path: Path) -> None:
     config, state = make("delta_net")
     large = {name for name, x in state.items() if "mlp" in name or "embed" in name}
     state = {n: x.double() if n in large else x.bfloat16() for n, x in state.items()}
@@ -140,7 +140,7 @@ def test_the_repeated_head_of_a_tied_model(tmp_path: Path, model_type: str) -> N
     assert not (tmp_path / "different").exists()
 
 
-def test_folders_next_to_the_result_are_kept(tmp_path: Path) -> None:
+def test_folders_next_to_the_result_are_unchanged(tmp_path: Path) -> None:
     source, other = published(tmp_path / "in"), tmp_path / ".ours.saving"
     other.mkdir()
     (other / "notes.txt").write_text("mine")
@@ -150,7 +150,7 @@ def test_folders_next_to_the_result_are_kept(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"in", "ours", ".ours.saving"}
 
 
-def test_the_tokenizer_goes_along(tmp_path: Path) -> None:
+def test_tokenizer_is_copied(tmp_path: Path) -> None:
     source = published(tmp_path / "published")
     files = ["tokenizer.json", "spiece.model", "tekken.json", "chat_template.json"]
     files += ["additional_chat_templates/tools.jinja"]
@@ -220,8 +220,8 @@ def test_published_factors_of_sizes_give_the_sizes() -> None:
             x = factor_of((n, m), (12 * n, 12 * m))
             assert (int(n * x), int(12 * n * x)) == (m, 12 * m)
             assert abs(x - m / n) <= 4e-16 * x
-    lost = {(n, m) for n in range(1, 300) for m in range(1, 2 * n) if int(n * (m / n)) < m}
-    n, m = min(lost)  # such pairs exist
+    rounded_down = {(n, m) for n in range(1, 300) for m in range(1, 2 * n) if int(n * (m / n)) < m}
+    n, m = min(rounded_down)  # such pairs exist
     options = {"hidden_size": n, "expand_v": factor_of((n, m)), "num_heads": 1}
     assert size_per_head(options, "expand_v") == m
     with pytest.raises(ValueError, match="must divide its integer part"):
@@ -320,7 +320,7 @@ def test_a_configuration_without_a_type(tmp_path: Path) -> None:
         rc.lm.convert(source, tmp_path / "ours")
 
 
-def test_models_of_ours_that_do_not_fit(tmp_path: Path) -> None:
+def test_unsupported_models(tmp_path: Path) -> None:
     sizes = {"vocab_size": 19, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = rc.lm.RecollectConfig.from_recipes("delta_net", **sizes)
     rc.lm.RecollectForCausalLM(config).save_pretrained(tmp_path / "ours")

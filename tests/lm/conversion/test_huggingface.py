@@ -1,4 +1,4 @@
-"""Converters of models of transformers, whose own classes give the expected logits."""
+"""Converters of models of transformers, whose classes give the expected logits."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def tokens(*shape: int) -> Tensor:
     return torch.randint(3, 64, shape, generator=torch.Generator().manual_seed(1))
 
 
-def error(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).abs().max() / expected.abs().max())
+def error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual - expected).abs().max() / expected.abs().max())
 
 
 def convert(model: Any, folder: Path) -> tuple[Any, Path]:
@@ -80,12 +80,12 @@ def test_logits_and_round_trip(tmp_path: Path, model_type: str, changes: dict[st
     assert state.keys() == result.keys()
     assert all(torch.equal(x, result[name]) for name, x in state.items())
     loaded = type(model).from_pretrained(back).eval()
-    assert error(loaded(ids, use_cache=False).logits, expected) <= 1e-6  # in other chunks
+    assert error(loaded(ids, use_cache=False).logits, expected) <= 1e-6  # other chunk sizes
 
 
 @torch.no_grad()
 def test_the_text_model_of_a_model_of_images(tmp_path: Path) -> None:
-    """A text model that was loaded from a model of images is saved with other names."""
+    """A text model from a model of images is saved with other names."""
     text = make_model("qwen3_5_text")
     vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16}
     config = transformers.Qwen3_5Config(
@@ -143,7 +143,7 @@ def test_decoding_padding_and_generation(tmp_path: Path, model_type: str) -> Non
 
 
 @pytest.mark.parametrize("model_type", ["mamba2", "qwen3_5_text"])
-def test_gradients_are_those_of_the_original(tmp_path: Path, model_type: str) -> None:
+def test_gradients_equal_those_of_the_original(tmp_path: Path, model_type: str) -> None:
     model = make_model(model_type)
     converted, _ = convert(model, tmp_path)
     ids = tokens(2, 15)
@@ -205,7 +205,7 @@ def mamba2_layer(x: Tensor, w: dict[str, Tensor], config: dict[str, Any]) -> Ten
 
 
 def test_mamba2_of_flash_linear_attention_with_a_skip_per_channel(tmp_path: Path) -> None:
-    """Its options have other names, and outputs are those of a loop in float64."""
+    """Its options have other names, and outputs equal those of a loop in float64."""
     generator = torch.Generator().manual_seed(0)
     heads, P, N, groups, D, vocab = 4, 6, 5, 2, 12, 19
     width, channels = heads * P, heads * P + 2 * groups * N
@@ -277,9 +277,9 @@ def test_mamba2_of_flash_linear_attention_with_a_skip_per_channel(tmp_path: Path
     back = rc.lm.convert(ours, tmp_path / "back", to="mamba2")
     result = load_file(back / "model.safetensors")
     assert all(torch.equal(x, result[name]) for name, x in state.items())
-    written = json.loads((back / "config.json").read_text())
-    assert written["norm_eps"] == written["layer_norm_epsilon"] == 3e-3
-    assert written["D_has_hdim"] is True
+    written_config = json.loads((back / "config.json").read_text())
+    assert written_config["norm_eps"] == written_config["layer_norm_epsilon"] == 3e-3
+    assert written_config["D_has_hdim"] is True
     assert "Infinity]" not in (back / "config.json").read_text()
 
 
@@ -350,7 +350,7 @@ def test_options_that_do_not_fit(
     assert "\n" not in str(caught.value)
 
 
-def test_models_of_ours_that_do_not_fit(tmp_path: Path) -> None:
+def test_unsupported_models(tmp_path: Path) -> None:
     sizes = {"vocab_size": 19, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     for system, to in (
         ("mamba2", "mamba2"),
