@@ -206,9 +206,9 @@ def tables(
     gates = [*alphas.values(), *([] if theta is None else [theta])]
     # A single call for all gates: at small sizes every operation costs the same. Row and column 0
     # are those of the boundary.
-    cumulative = products(pad(torch.stack(gates), (1, 0))).unbind(0) if gates else ()
-    *decay_products, last = (*cumulative, None) if theta is None else cumulative
-    P = dict(zip(alphas, decay_products, strict=True))
+    cumulative = [*products(pad(torch.stack(gates), (1, 0)))] if gates else list[Tensor]()
+    last = None if theta is None else cumulative[-1]
+    P = dict(zip(alphas, cumulative, strict=False))  # without that of the momentum
     parts = _Parts(
         rule=rule,
         gamma=gamma,
