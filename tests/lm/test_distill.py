@@ -436,13 +436,19 @@ def test_refusals(folder: Path, tmp_path: Path, result: rc.lm.Distilled) -> None
         plan(folder, tmp_path, optimizer={"lr": 1.0})
     with pytest.raises(ValueError, match="already contains a distillation"):
         rc.lm.distill(plan(folder, out))
-    with pytest.raises(ValueError, match="started with another steps"):
+    with pytest.raises(ValueError, match="started with another value of steps"):
         rc.lm.distill(plan(folder, out, steps={"fine_tune": 9}), resume=True)
     with pytest.raises(ValueError, match="no distillation to resume"):
         rc.lm.distill(plan(folder, tmp_path / "new"), resume=True)
     for count in (2, 3):
         with pytest.raises(ValueError, match="keeps all of 2 layers"):
             distilled_model(folder, tmp_path / "kept", keep_attention=count)
+    with pytest.raises(ValueError, match="contains the original model: name another folder"):
+        distilled_model(folder, folder / "teacher")
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ValueError, match="cannot be written to"):
+        distilled_model(folder, tmp_path / "file")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]  # no empty folders
 
 
 @pytest.mark.slow

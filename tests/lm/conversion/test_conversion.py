@@ -318,6 +318,9 @@ def test_a_configuration_without_a_type(tmp_path: Path) -> None:
     source = save(tmp_path / "published", config, state)
     with pytest.raises(rc.lm.CheckpointError, match="has no model_type, which names the layout"):
         rc.lm.convert(source, tmp_path / "ours")
+    source = save(tmp_path / "llama", {"model_type": "llama"}, state)
+    with pytest.raises(rc.lm.CheckpointError, match="no converter for models of type 'llama'"):
+        rc.lm.convert(source, tmp_path / "ours", to="gla")
 
 
 def test_unsupported_models(tmp_path: Path) -> None:

@@ -190,7 +190,7 @@ def published_config(model_type: str, **options: Any) -> RecollectConfig:
 
 def _find_layout(source: Path, model_type: Any, to: str | None, *, is_ours: bool) -> Layout:
     known = ", ".join(sorted(LAYOUTS))
-    if not is_ours and to is not None:
+    if not is_ours and to is not None and str(model_type) in LAYOUTS:
         raise CheckpointError(
             f"{source} has a model of type {model_type!r}, which is converted to recollect: leave "
             "out the layout to convert to"

@@ -34,10 +34,9 @@ from recollect.lm.training.atomic_checkpoints import STAGING_DIR, commit_folder,
 from recollect.lm.training.plan import TrainPlan
 from recollect.lm.training.progress import SilentObserver, TrainObserver
 from recollect.lm.training.setup import load_text_data
-from recollect.lm.training.train import train
+from recollect.lm.training.train import run_folder, train
 from recollect.lm.training.trainer import RecollectTrainer
 from recollect.report.files import write_atomic
-from recollect.report.lock import folder_lock
 from recollect.report.ranks import world_size
 
 __all__ = ["distill"]
@@ -108,7 +107,7 @@ def distill(
         )
     with suppress_library_logs():
         distillation = _Distillation(plan, observer or SilentObserver())
-        with folder_lock(plan.out):
+        with run_folder(distillation.out, lock=True):
             return distillation.run(resume=resume)
 
 
@@ -118,6 +117,8 @@ class _Distillation:
     def __init__(self, plan: DistillPlan, observer: TrainObserver) -> None:
         self.plan, self.observer = plan, observer
         self.out, self.start = Path(plan.out), Path(plan.out) / "swapped"
+        if self.out.resolve() == Path(plan.teacher).resolve():
+            raise ValueError(f"{self.out} contains the original model: name another folder as out")
         self.recipe, self.options = resolve_recipe(plan.recipe)
         self.train_plan = TrainPlan.from_dict(plan.train_tables(STAGES[0], start=self.start))
         self.device = resolve_device(self.train_plan, 1)
@@ -176,8 +177,8 @@ class _Distillation:
         for key, value in self.record["plan"].items():
             if saved["plan"].get(key) != value:
                 raise ValueError(
-                    f"{self.out} was started with another {key}: resume it with the plan of its "
-                    "start, or name another folder"
+                    f"{self.out} was started with another value of {key}: resume it with the plan "
+                    "of its start, or name another folder"
                 )
         self.record = saved
 

@@ -63,7 +63,7 @@ from recollect.lm.training.trainer import RecollectTrainer
 from recollect.plugins import import_modules
 from recollect.report.lock import folder_lock
 
-__all__ = ["train"]
+__all__ = ["run_folder", "train"]
 
 
 def train(
@@ -134,7 +134,7 @@ def train(
             # 2. Lock the folder of the run.
             if resume and not out.exists():
                 raise ValueError(no_run_message(out))
-            stack.enter_context(_run_folder(out, lock=state.is_main_process))
+            stack.enter_context(run_folder(out, lock=state.is_main_process))
 
         # 3. Find the checkpoint, and compare its plan and texts with the current ones.
         with fail_together():
@@ -231,7 +231,7 @@ def train(
 
 
 @contextlib.contextmanager
-def _run_folder(out: Path, *, lock: bool) -> Iterator[None]:
+def run_folder(out: Path, *, lock: bool) -> Iterator[None]:
     """Create and lock the folder of a run; remove it after an error if it is new and empty."""
     is_new = False
     with contextlib.suppress(OSError):  # `check_writable` refuses names that no folder can have
