@@ -88,9 +88,14 @@ MIXERS: dict[str, Any] = {
     ),
 }
 LONG = ("context around a gate", "context of a deep memory")
+# Compositions of mixers that other names test alone, by a chain that other names test too.
+JOINED = ("chain of three", "levels in a chain")
 COMPOSITIONS = pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in MIXERS],
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in (*LONG, *JOINED) else ())
+        for name in MIXERS
+    ],
 )
 
 
