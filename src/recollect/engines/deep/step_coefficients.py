@@ -207,12 +207,11 @@ def tables(
     # A single call for all gates: at small sizes every operation costs the same. Row and column 0
     # are those of the boundary.
     cumulative = [*products(pad(torch.stack(gates), (1, 0)))] if gates else list[Tensor]()
-    last = None if theta is None else cumulative[-1]
-    P = dict(zip(alphas, cumulative, strict=False))  # without that of the momentum
+    P = dict(zip(alphas, cumulative, strict=False))
     parts = _Parts(
         rule=rule,
         gamma=gamma,
-        theta=last,
+        theta=None if theta is None else cumulative[-1],
         tau=_tau(numbers["offset"], start) if rule.mean else None,
         mean_theta=mean_theta,
     )
