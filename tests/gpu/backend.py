@@ -1,11 +1,10 @@
-"""Presets on the pretended GPU with flash-linear-attention taken, its functions written out anew.
+"""Presets on the pretended GPU with flash-linear-attention, whose functions are rewritten here.
 
-``python -m tests.gpu.backend NAME...`` prints, for each preset, which functions the layer called
-and how far its outputs, decoded tokens and gradients are from those on the CPU, where nothing of
-the package may be called. The functions here are loops over tokens with the package's arguments:
-what is looked at is which of them is called, with what, and what is done around it. Whether the
-package's kernels are those functions is asked in `tests.gpu.operators`. A process of its own, as
-`tests.gpu.measure`.
+``python -m tests.gpu.backend NAME...`` prints, for each preset, the functions that the layer
+called, and the distances of its outputs, decoded tokens and gradients from those on the CPU, which
+calls nothing of the package. The functions here are loops over tokens with the package's arguments:
+the test checks the selected function, its arguments, and the code around it. `tests.gpu.operators`
+compares the package's kernels with the definition. A separate process, like `tests.gpu.measure`.
 """
 
 from __future__ import annotations
@@ -27,23 +26,23 @@ import recollect as rc
 from recollect.engines.fla import calls, choose, recurrences
 
 WIDTH, HEADS, TOKENS, PROMPT = 16, 2, 22, 18
-"""More tokens than `choose.MAX_RECURRENT_TOKENS`, so that prompts go in chunks."""
+"""More tokens than `choose.MAX_RECURRENT_TOKENS`, so that prompts run in chunks."""
 
 Step = Callable[[Tensor, int], Tensor]
-Found = tuple[Tensor, Tensor | None]
+Result = tuple[Tensor, Tensor | None]
 
 
 # -- the package's functions, token by token -------------------------------------------------------
 
 
-def _loop(q: Tensor, v: Tensor, step: Step, read: Step | None, more: Mapping[str, Any]) -> Found:
-    """y_t = S_t q_t (or what ``read`` gives of S_(t−1)) for S ``[B, H, K, V]``."""
+def _loop(q: Tensor, v: Tensor, step: Step, read: Step | None, more: Mapping[str, Any]) -> Result:
+    """y_t = S_t q_t (or the result of ``read`` for S_(t−1)) with S ``[B, H, K, V]``."""
     assert more["scale"] == 1.0
     S, outputs = more["initial_state"], []
     for t in range(q.shape[1]):
         initial, S = S, step(S, t)
-        given = torch.einsum("bhk,bhkv->bhv", q[:, t].float(), S)
-        outputs.append(given if read is None else read(initial, t))
+        output = torch.einsum("bhk,bhkv->bhv", q[:, t].float(), S)
+        outputs.append(output if read is None else read(initial, t))
     return torch.stack(outputs, 1).to(v.dtype), S if more["output_final_state"] else None
 
 
@@ -58,20 +57,20 @@ def _decayed(S: Tensor, g: Tensor | None, t: int) -> Tensor:
     return S * (g[:, t].exp().unsqueeze(-1) if g.dim() == 4 else g[:, t].exp()[..., None, None])
 
 
-def simple_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, **more: Any) -> Found:
+def simple_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, **more: Any) -> Result:
     return _loop(q, v, lambda S, t: _decayed(S, g, t) + _outer(k[:, t], v[:, t]), None, more)
 
 
-def gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, **more: Any) -> Found:
+def gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, **more: Any) -> Result:
     assert g.shape == k.shape
     return simple_gla(q, k, v, g, **more)
 
 
-def fused_recurrent_gla(q: Tensor, k: Tensor, v: Tensor, gk: Tensor, **more: Any) -> Found:
+def fused_recurrent_gla(q: Tensor, k: Tensor, v: Tensor, gk: Tensor, **more: Any) -> Result:
     return gla(q, k, v, gk, **more)
 
 
-def rwkv6(q: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, **more: Any) -> Found:
+def rwkv6(q: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, **more: Any) -> Result:
     assert u.shape == k.shape[2:]
 
     def read(S: Tensor, t: int) -> Tensor:
@@ -83,7 +82,7 @@ def rwkv6(q: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, **more: Any) ->
 
 def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, **more: Any
-) -> Found:
+) -> Result:
     def step(S: Tensor, t: int) -> Tensor:
         S = _decayed(S, g, t)
         error = v[:, t].float() - torch.einsum("bhkv,bhk->bhv", S, k[:, t].float())
@@ -92,13 +91,13 @@ def gated_delta_rule(
     return _loop(q, v, step, None, more)
 
 
-def delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **more: Any) -> Found:
+def delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **more: Any) -> Result:
     return gated_delta_rule(q, k, v, None, beta, **more)
 
 
 def product(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, n: int, **more: Any
-) -> Found:
+) -> Result:
     assert q.shape[1] * n == k.shape[1]
     idle = torch.zeros_like(q).unsqueeze(2).expand(-1, -1, n - 1, -1, -1)
     all_q = torch.cat([idle, q.unsqueeze(2)], 2).flatten(1, 2)
@@ -109,7 +108,7 @@ def product(
     return y[:, n - 1 :: n], S
 
 
-def dplr(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, gk: Tensor, **more: Any) -> Found:
+def dplr(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, gk: Tensor, **more: Any) -> Result:
     def step(S: Tensor, t: int) -> Tensor:
         read = torch.einsum("bhkv,bhk->bhv", S, a[:, t].float())
         return _decayed(S, gk, t) + _outer(b[:, t], read) + _outer(k[:, t], v[:, t])
@@ -117,7 +116,7 @@ def dplr(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, gk: Tensor, **mo
     return _loop(q, v, step, None, more)
 
 
-def hgrn(x: Tensor, g: Tensor, initial_state: Tensor, output_final_state: bool) -> Found:
+def hgrn(x: Tensor, g: Tensor, initial_state: Tensor, output_final_state: bool) -> Result:
     h, outputs = initial_state, []
     for t in range(x.shape[1]):
         h = g[:, t].exp() * h + x[:, t]
@@ -173,29 +172,29 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
 
 
 def measure(name: str) -> dict[str, Any]:
-    """What a preset's layer called on the device, and its distances from the CPU's numbers."""
+    """Return the functions that a preset's layer calls on the device, and its errors."""
     called: dict[str, list[str]] = {"cpu": [], "training": [], "decoding": []}
     now = "cpu"
 
-    def asked(module: str, function: str) -> Callable[..., Any]:
+    def requested(module: str, function: str) -> Callable[..., Any]:
         del module
         if function not in called[now]:
             called[now].append(function)
         return FUNCTIONS[function]
 
-    recurrences.function = calls.function = asked  # type: ignore[assignment]
+    recurrences.function = calls.function = requested  # type: ignore[assignment]
     preset = rc.zoo.get(name)
     torch.manual_seed(0)
     cpu = preset.build(d_model=WIDTH, num_heads=HEADS)
-    there = pretend.put_module(cpu)
+    moved = pretend.put_module(cpu)
     x = torch.randn(1, TOKENS, WIDTH)
     y, slopes = passes(cpu, x.clone(), Stretches(counts=False))
     pieces = [x[:, :PROMPT], *x[:, PROMPT:].split(1, 1)]
     single = decode(cpu, pieces, Stretches(counts=False))
     now = "training"
-    y_there, slopes_there = passes(there, pretend.put(x), Stretches(counts=True))
+    y_there, slopes_there = passes(moved, pretend.put(x), Stretches(counts=True))
     now = "decoding"
-    decoded = decode(there, [pretend.put(piece) for piece in pieces], Stretches(counts=True))
+    decoded = decode(moved, [pretend.put(piece) for piece in pieces], Stretches(counts=True))
     return {
         "name": name,
         "called": called,
@@ -210,13 +209,13 @@ def main(names: list[str]) -> None:
     warnings.simplefilter("ignore")
     choose.DEVICES.add(pretend.NAME)
     choose.installed = lambda: True
-    torch.set_float32_matmul_precision("high")  # or nothing would be taken
-    pretend.bits = 23  # but products are exact: the numbers are compared with the CPU's
+    torch.set_float32_matmul_precision("high")  # the backend is selected on CUDA only
+    pretend.bits = 23  # products are exact, because the results are compared with the CPU's
     for name in names:
         print(json.dumps(measure(name)), flush=True)
 
 
 if __name__ == "__main__":
     main(sys.argv[1:])
-    # Autograd keeps a thread per device, which torch cannot end for a device written in Python.
+    # Autograd has a thread per device, which torch cannot end for a device written in Python.
     os._exit(0)

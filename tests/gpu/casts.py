@@ -1,6 +1,6 @@
 """Casts in Triton's interpreter: ``python -m tests.gpu.casts`` prints how many differ from torch's.
 
-A program of its own, because the interpreter stays with its process.
+A separate program, because the interpreter changes its process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What tests of a GPU share."""
+"""Settings of tests on a GPU."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 
 @pytest.fixture(autouse=True)
 def _whole_device(request: pytest.FixtureRequest) -> Iterator[None]:
-    """No test begins in a process whose CUDA context a kernel has broken.
+    """Start no test in a process whose CUDA context a kernel has broken.
 
-    Such a context answers every call with the error of that kernel: all tests after it would fail.
-    A worker of xdist ends, and another takes its place; a process alone ends the run.
+    Such a context returns the error of that kernel for every call, so all later tests would fail. A
+    worker of xdist ends, and another replaces it; a single process ends the run.
     """
     yield
     if request.node.get_closest_marker("gpu") is None or not torch.cuda.is_initialized():

@@ -1,10 +1,10 @@
-"""What a compiled token launches on a GPU, counted in the code that is generated for one.
+"""Launches of a compiled token on a GPU, counted in the generated code.
 
-TorchInductor decides what it fuses before anything is compiled or run, from sizes and from what it
-is told of the device. Here it is told of an H100, gets a traced token whose tensors say that they
-are there, and is stopped when its code is written: a line per launch. Nothing of that code runs
-here. ``python -m tests.gpu.generated NAME...`` prints, for each preset, the launches of a token
-inside an inner batch, of the one at its end, and their mean.
+TorchInductor decides on fusion before it compiles or runs anything, from sizes and from properties
+of the device. Here it gets the properties of an H100 and a traced token whose tensors claim that
+device, and stops when its code is written: one line per launch. The code does not run. ``python -m
+tests.gpu.generated NAME...`` prints, for each preset, the launches of a token inside an inner
+batch, of the token at its end, and their mean.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ H100 = SimpleNamespace(
 )
 
 
-class _Written(Exception):
-    """The code is there."""
+class _CodeReady(Exception):
+    """Raised when the code is written."""
 
 
 class _Driver:
-    """What Triton asks of the device that is there."""
+    """The Triton driver of the claimed device."""
 
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget
@@ -66,7 +66,7 @@ class _Driver:
         return GPU
 
 
-def _there(x: Tensor) -> Tensor:
+def _on_device(x: Tensor) -> Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=GPU)
 
 
@@ -74,7 +74,7 @@ _item = Tensor.__getitem__
 
 
 def _getitem(x: Tensor, index: Any) -> Tensor:
-    """Indexing by tensors past the binding, which asks a CPU's torch for its CUDA."""
+    """Index by tensors without the binding, which would look for CUDA."""
     parts = index if isinstance(index, tuple) else (index,)
     if x.device == GPU and any(isinstance(one, Tensor) for one in parts):
         by = [one if isinstance(one, Tensor) else None for one in parts]
@@ -83,8 +83,8 @@ def _getitem(x: Tensor, index: Any) -> Tensor:
 
 
 @contextmanager
-def _told() -> Generator[None]:
-    """Inside, whoever asks is told that there is a GPU."""
+def _claim_gpu() -> Generator[None]:
+    """Report an available GPU inside this context."""
     import triton
 
     def gpu(*_: object) -> Any:
@@ -124,30 +124,32 @@ def _told() -> Generator[None]:
 
 
 def code_of(layer: nn.Module, x: Tensor, state: Any) -> str:
-    """The code that would decode a token there."""
+    """Return the code that would decode a token on the device."""
     graph, _ = traced(layer, x, state)
     code: list[str] = []
 
     def stop(self: Any) -> None:
-        written = self.codegen()[0]
-        code.append(getattr(written, "value", written))
-        raise _Written
+        source = self.codegen()[0]
+        code.append(getattr(source, "value", source))
+        raise _CodeReady
 
     with FakeTensorMode(allow_non_fake_inputs=True):
-        given = [_there(one) for one in (x, *tensors_of(state))]
+        arguments = [_on_device(one) for one in (x, *tensors_of(state))]
         for node in graph.graph.nodes:
             node.meta.pop("val", None)
             if node.op == "get_attr":
-                kept = getattr(graph, node.target)
+                attribute = getattr(graph, node.target)
                 setattr(
-                    graph, node.target, nn.Parameter(_there(kept.detach()), requires_grad=False)
+                    graph,
+                    node.target,
+                    nn.Parameter(_on_device(attribute.detach()), requires_grad=False),
                 )
             if "device" in node.kwargs:
                 node.kwargs = {**node.kwargs, "device": GPU}
     graph.recompile()
-    with _told(), mock.patch.object(GraphLowering, "compile_to_module", stop):
+    with _claim_gpu(), mock.patch.object(GraphLowering, "compile_to_module", stop):
         try:
-            compile_fx(graph, given)
+            compile_fx(graph, arguments)
         except Exception:
             if not code:
                 raise
@@ -155,14 +157,14 @@ def code_of(layer: nn.Module, x: Tensor, state: Any) -> str:
 
 
 def launches(code: str) -> int:
-    """Kernels that the code starts, its own and a library's."""
+    """Return the kernels that the code starts, generated ones and a library's."""
     called = code[code.index("def call(") :]
     return len(re.findall(r"\.run\(|extern_kernels\.\w+\(|torch\.ops\.\w+", called))
 
 
 @torch.no_grad()
 def counted(name: str) -> dict[str, object]:
-    """Launches of a layer's token, inside an inner batch and at its end."""
+    """Return launches of a layer's token, inside an inner batch and at its end."""
     torch.manual_seed(0)
     layer = rc.zoo.get(name).build(d_model=WIDTH, num_heads=1).eval()
     batch = layer.recipe.algorithm.batch_size

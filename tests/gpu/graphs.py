@@ -1,10 +1,10 @@
-"""Decoding and training on the pretended device, where graphs are recorded and replayed.
+"""Decoding and training on the pretended device, with recorded and replayed graphs.
 
-``python -m tests.gpu.graphs decode NAME...`` prints, for each system, how far replayed tokens and
-the state after them are in float64 from what the layer itself computes on the CPU, how many graphs
-there are, and what a replayed token asks of the host. ``... train NAME...`` records one training
-step of a block, replays it with other tokens, and prints how far its weights are from those of the
-same steps taken one by one. A process of its own, as `tests.gpu.measure`.
+``python -m tests.gpu.graphs decode NAME...`` prints, for each system, the distance of replayed
+tokens and of the final state in float64 from the layer on the CPU, the number of graphs, and the
+requests of a replayed token to the host. ``... train NAME...`` records one training step of a
+block, replays it with other tokens, and prints the distance of its weights from those of single
+steps. A separate process, like `tests.gpu.measure`.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ COMPOSED = {
     "beside attention": rc.blocks.Sequential("softmax_attention", DEEP),
     "boosted": rc.blocks.ResidualMemory("delta_net", "delta_net"),
 }
-"""Compositions whose segments, inner batches and windows are short and do not divide each other."""
+"""Compositions with short segments, inner batches and windows that do not divide each other."""
 
 
 def module_of(name: str) -> nn.Module:
-    """The layer of a preset, or a composition of this file."""
+    """Return the layer of a preset, or a composition of this file."""
     if name in COMPOSED:
         return rc.blocks.build(COMPOSED[name], WIDTH, 2)
     return rc.zoo.get(name).build(d_model=WIDTH, num_heads=2)
 
 
 def model_of(name: str) -> nn.Module:
-    """A language model of that layer and another one."""
+    """Return a language model of that layer and another one."""
     config = rc.lm.RecollectConfig.from_recipes(
         {"first": COMPOSED.get(name, name), "second": "gated_delta_net"},
         vocab_size=WIDTH,
@@ -68,7 +68,7 @@ def model_of(name: str) -> nn.Module:
 
 
 def stepped(module: nn.Module, x: Tensor, state: Any) -> tuple[Tensor, Any]:
-    """What calling the module gives."""
+    """Return the outputs of a call of the module."""
     if isinstance(module, rc.lm.RecollectForCausalLM):
         out = module(x, cache=state, use_cache=True)
         return out.logits, rc.lm.cache_of(out)
@@ -77,34 +77,34 @@ def stepped(module: nn.Module, x: Tensor, state: Any) -> tuple[Tensor, Any]:
 
 @torch.no_grad()
 def decoded(name: str) -> dict[str, object]:
-    """What came of one system; of ``lm:NAME``, of a language model of it."""
+    """Return the results of a system, or for ``lm:NAME`` of its language model."""
     torch.manual_seed(0)
     kind, _, inner = name.rpartition(":")
     cpu = (model_of if kind else module_of)(inner).double().eval()
-    there = pretend.put_module(cpu)
+    moved = pretend.put_module(cpu)
 
-    def drawn(tokens: int) -> Tensor:
+    def random_tokens(tokens: int) -> Tensor:
         return torch.randint(WIDTH, (2, tokens)) if kind else torch.randn(2, tokens, WIDTH).double()
 
     slots = None
     try:
-        rc.StaticDecoder(cpu, stepped(cpu, drawn(1), None)[1])
+        rc.StaticDecoder(cpu, stepped(cpu, random_tokens(1), None)[1])
     except ValueError as error:
         if "max_cache_len=" not in str(error):
             return {"name": name, "refused": str(error)}
         slots = PROMPT + SLOTS
-    x = drawn(PROMPT)
+    x = random_tokens(PROMPT)
     with pretend.counted():
-        _, state = stepped(there, pretend.put(x), None)
+        _, state = stepped(moved, pretend.put(x), None)
         try:
-            decoder = rc.StaticDecoder(there, state, max_cache_len=slots)
+            decoder = rc.StaticDecoder(moved, state, max_cache_len=slots)
         except ValueError as error:
             return {"name": name, "refused": str(error)}
         _, cpu_state = stepped(cpu, x, None)
-        far, launches = 0.0, 0
+        max_error, launches = 0.0, 0
         more = decoder.warmup_tokens + 2 * decoder.period + MORE if slots is None else SLOTS - 3
         for _ in range(more):
-            x = drawn(1)
+            x = random_tokens(1)
             y, cpu_state = stepped(cpu, x, cpu_state)
             with pretend.counted() as counts:
                 try:
@@ -112,33 +112,35 @@ def decoded(name: str) -> dict[str, object]:
                 except ValueError as error:
                     return {"name": name, "refused": str(error)}
             launches = counts.launches
-            far = max(far, distance(pretend.host(out), y))
+            max_error = max(max_error, distance(pretend.host(out), y))
         later = decoder.state
         pairs = zip(*(getattr(s, "states", [s]) for s in (later, cpu_state)), strict=True)
-        apart = [
+        state_errors = [
             distance(pretend.host(one.to_dict()[part]), number)
             for one, other in pairs
             for part, number in other.to_dict().items()
             if number.numel() and part != "recipe_id"
         ]
-        # From here the module itself goes on.
+        # From here the module continues.
         y, _ = stepped(cpu, x, cpu_state)
-        far = max(far, distance(pretend.host(stepped(there, pretend.put(x), later)[0]), y))
+        max_error = max(
+            max_error, distance(pretend.host(stepped(moved, pretend.put(x), later)[0]), y)
+        )
     return {
         "name": name,
-        "decoded": far,
-        "state": max(apart, default=0.0),
+        "decoded": max_error,
+        "state": max(state_errors, default=0.0),
         "places": [decoder.period, decoder.num_recorded],
         "launches": launches,
     }
 
 
 def trained(name: str) -> dict[str, object]:
-    """A training step recorded, and replayed with other tokens, beside the steps themselves."""
+    """Record a training step, replay it with other tokens, and compare with single steps."""
     torch.manual_seed(0)
     block = Block(module_of(name), 2 * WIDTH).double()
     single = copy.deepcopy(block)
-    there = pretend.put_module(block)
+    moved = pretend.put_module(block)
     batches, targets = torch.randn(2, 4, 2, 40, WIDTH).double()
 
     def step(module: nn.Module, x: Tensor, target: Tensor) -> Tensor:
@@ -154,25 +156,25 @@ def trained(name: str) -> dict[str, object]:
 
     with pretend.counted():
         x, target = pretend.put(batches[0]), pretend.put(targets[0])
-        step(there, x, target)  # what is made once is made
-        loss, repeated = pretend.record(lambda: step(there, x, target))
+        step(moved, x, target)  # constants are built
+        loss, repeated = pretend.record(lambda: step(moved, x, target))
         losses = []
         for n in (2, 3):
             x.copy_(pretend.put(batches[n]))
             target.copy_(pretend.put(targets[n]))
             repeated()
             losses.append(float(pretend.host(loss)))
-    own = [float(step(single, batches[n], targets[n])) for n in (0, 0, 2, 3)]
-    far = [
+    references = [float(step(single, batches[n], targets[n])) for n in (0, 0, 2, 3)]
+    errors = [
         distance(pretend.host(a), b)
-        for a, b in zip(there.parameters(), single.parameters(), strict=True)
+        for a, b in zip(moved.parameters(), single.parameters(), strict=True)
     ]
-    apart = max(abs(a - b) / b for a, b in zip(losses, own[2:], strict=True))
-    return {"name": name, "weights": max(far), "loss": apart}
+    loss_error = max(abs(a - b) / b for a, b in zip(losses, references[2:], strict=True))
+    return {"name": name, "weights": max(errors), "loss": loss_error}
 
 
 def main(kind: str, *names: str) -> None:
-    """Every system that is named."""
+    """Print results of the named systems."""
     warnings.simplefilter("ignore")
     static.graph_recorder = lambda device: pretend.record
     for name in names:

@@ -1,22 +1,21 @@
-"""Triton's interpreter, repaired: kernels written for a GPU run on the CPU, with a GPU's rounding.
+"""Triton's interpreter with repairs: GPU kernels run on the CPU, with a GPU's rounding.
 
-Importing this file sets ``TRITON_INTERPRET``, which Triton reads when kernels are defined, and
-replaces parts of Triton for the rest of the process: only a process of its own may do so
-(`tests.gpu.operators`). What the interpreter gets wrong (seen in Triton 3.6 to 3.9), and what is
-put in its place:
+Importing this module sets ``TRITON_INTERPRET``, which Triton reads when kernels are defined, and
+replaces parts of Triton for the rest of the process, so only a separate process may import it
+(`tests.gpu.operators`). Faults of the interpreter (in Triton 3.6 to 3.9) and their repairs:
 
 * ``tl.dot`` of bfloat16 multiplies raw bits, and of float32 ignores ``input_precision``: products
-  are of what a tensor core reads (bfloat16 as numbers, TF32 as 10 bits), summed in float32;
+  are of the operands of a tensor core (bfloat16 as numbers, TF32 as 10 bits), summed in float32;
 * casts of float32 to bfloat16 cut bits off: they round to nearest;
-* sums, products, comparisons and ``tl.sum`` of bfloat16 work on raw bits, without a word: they are
-  those of the numbers, rounded to bfloat16; some versions have no constants of it;
-* ``@triton.autotune`` asks for a driver: the first configuration is taken;
-* loop variables are plain integers, where a GPU has scalars with ``.to``, and bounds of a loop may
-  be the interpreter's own numbers;
-* ``tl.gather`` by another name is not found.
+* sums, products, comparisons and ``tl.sum`` of bfloat16 use raw bits without a warning: they use
+  the numbers, rounded to bfloat16; some versions have no constants of it;
+* ``@triton.autotune`` needs a driver: the first configuration is used;
+* loop variables are plain integers, while a GPU has scalars with ``.to``, and bounds of a loop may
+  be numbers of the interpreter;
+* ``tl.gather`` under another name is missing.
 
-It runs programs one after the other, so races and barriers are not seen, and nothing says whether a
-GPU would accept a kernel's shapes or have room for it.
+The interpreter runs programs one after another, so it detects neither races nor missing barriers,
+and does not check that a GPU accepts a kernel's shapes or has memory for them.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from typing import Any
 if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
     raise RuntimeError("Triton was imported before its interpreter was chosen: import this first")
 os.environ["TRITON_INTERPRET"] = "1"
-# What the package tried to be quick with on other devices.
+# Shortcuts of the package for other devices.
 os.environ.setdefault("FLA_DISABLE_BACKEND_DISPATCH", "1")
 
 import numpy as np
@@ -48,14 +47,14 @@ warnings.filterwarnings("ignore", message="Triton is not supported on current pl
 
 
 def _numbers(x: Any) -> Any:
-    """What a handle holds, as numbers: bfloat16 is kept in 16 bits without a sign."""
+    """Return the numbers of a handle, which stores bfloat16 in 16 bits without a sign."""
     if x.dtype.scalar != tl.bfloat16:
         return x.data
     return (x.data.astype(np.uint32) << 16).view(np.float32)
 
 
 def _bits(x: Any) -> Any:
-    """float32 numbers as bfloat16, to the nearest and to even ones."""
+    """Return float32 numbers as bfloat16, rounded to nearest and ties to even."""
     bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
     rounded = (bits.astype(np.uint64) + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return np.where(np.isnan(x), 0x7FC0, rounded).astype(np.uint16)
@@ -98,7 +97,7 @@ _float = own._convert_float
 
 
 def _convert_float(data: Any, kind: Any, to: Any, rounding: Any) -> Any:
-    """Casts round to nearest: the interpreter cuts off the bits that bfloat16 does not have."""
+    """Round casts to nearest: the interpreter cuts off the bits that bfloat16 lacks."""
     if kind == tl.float32 and to == tl.bfloat16:
         return _bits(data)
     return _float(data, kind, to, rounding)
@@ -115,7 +114,7 @@ own.InterpreterBuilder.unary_op = _unary_op
 
 
 def _read(x: Any, *, tf32: bool) -> Any:
-    """The numbers that a tensor core reads."""
+    """Return the operands of a tensor core."""
     data = _numbers(x)
     if tf32 and x.dtype.scalar == tl.float32:
         bits = np.ascontiguousarray(data, dtype=np.float32).view(np.uint32)
@@ -151,18 +150,18 @@ autotuner.Autotuner.__init__ = _first_alone
 
 
 class _Scalar(int):
-    """A loop variable: on a GPU it has a type that may be changed."""
+    """A loop variable with a type that can change, as on a GPU."""
 
     def to(self, *_: object) -> int:
         return self
 
 
 def _range(*bounds: Any) -> Iterator[int]:
-    return map(_Scalar, builtins.range(*map(_whole, bounds)))
+    return map(_Scalar, builtins.range(*map(_as_int, bounds)))
 
 
-def _whole(x: Any) -> int:
-    """An int of an int, or of the interpreter's tensor of one."""
+def _as_int(x: Any) -> int:
+    """Return an int from an int, or from the interpreter's tensor of one."""
     handle = getattr(x, "handle", None)
     return int(x) if handle is None else int(handle.data.reshape(-1)[0])
 
@@ -171,25 +170,25 @@ _patched = own._patch_lang_tensor
 
 
 def _patch_lang_tensor(tensor: Any, *scope: Any) -> None:
-    """The interpreter's numbers count as integers, where older versions take them for arrays."""
+    """Count the interpreter's numbers as integers; older versions treat them as arrays."""
     _patched(tensor, *scope)
     if scope:
-        scope[0].set_attr(tensor, "__index__", _whole)
+        scope[0].set_attr(tensor, "__index__", _as_int)
 
 
 own._patch_lang_tensor = _patch_lang_tensor
 
 
 def _gather(*args: Any, **kwargs: Any) -> Any:
-    """What ``tl.gather`` is while a kernel runs, for who has imported it by another name."""
+    """Return ``tl.gather`` of a running kernel, for modules that import it by another name."""
     return tl.gather(*args, **kwargs)
 
 
 def mend(package: str) -> None:
-    """Repair what kernels of a package find in their own modules: loops, and names of ``tl``'s.
+    """Repair the names that kernels of a package find in their modules: loops, and names of ``tl``.
 
     Args:
-        package: whose modules, as far as they have been imported.
+        package: the package, of which only imported modules are repaired.
     """
     for name, module in list(sys.modules.items()):
         if name.startswith(package) and hasattr(module, "triton"):

@@ -1,14 +1,14 @@
-"""What presets ask of a device, and how far their numbers there are from those on a CPU.
+"""Requests of presets to a device, and the distance of their results from a CPU's.
 
-``python -m tests.gpu.measure NAME...`` prints one JSON object per preset, and
-``python -m tests.gpu.measure --write [NAME...]`` lowers `budgets.json` where they, or all, ask for
-less (with ``--raise`` it takes what is measured, for a change that is worth it). It is a program of
-its own because the pretended device stays with its process (`tests.gpu.pretend`).
+``python -m tests.gpu.measure NAME...`` prints one JSON object per preset, and ``python -m
+tests.gpu.measure --write [NAME...]`` lowers `budgets.json` if these presets, or all, need less
+(with ``--raise`` it takes the measured numbers, for a justified change). It is a separate program
+because the pretended device changes its process (`tests.gpu.pretend`).
 
 A preset runs on the CPU and on the device: forward and backward of one sequence, then a prompt and
-tokens after it one by one. Counts are sums over each stretch, the decoded tokens taken together;
-constants that are made once and kept do not count, for each stretch is run once before. Deep
-memories run by PyTorch operations (`tests.gpu.recurrence` has their kernels).
+tokens after it one by one. Counts are sums over each stretch, with one sum for the decoded tokens.
+Constants are not counted, because each stretch runs once before. Deep memories run by PyTorch
+operations (`tests.gpu.recurrence` has their kernels).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ KINDS = ("launches", "syncs", "copies")
 
 
 class Stretches:
-    """What each stretch of a run asked of the device."""
+    """The requests of each stretch of a run to the device."""
 
     def __init__(self, *, counts: bool) -> None:
         self.counts, self.by_name = counts, dict[str, dict[str, Any]]()
@@ -53,7 +53,7 @@ class Stretches:
 def measure(
     name: str, *, tokens: int | None = None, precision: str | None = None
 ) -> dict[str, Any]:
-    """Counts of a preset by stretch, and the distance of its numbers from the CPU's.
+    """Return counts of a preset by stretch, and the distance of its results from the CPU's.
 
     Args:
         name: of the preset.
@@ -63,15 +63,15 @@ def measure(
     preset = rc.zoo.get(name)
     torch.manual_seed(0)
     cpu = preset.build(d_model=WIDTH, num_heads=HEADS)
-    there = pretend.put_module(cpu)
+    moved = pretend.put_module(cpu)
     if precision is not None:
-        there.precision = precision
+        moved.precision = precision
     x = torch.randn(1, tokens or length(preset), WIDTH)
-    quiet, stretches = Stretches(counts=False), Stretches(counts=True)
-    y, slopes = passes(cpu, x.clone(), quiet)
-    passes(there, pretend.put(x), Stretches(counts=True))  # what is made once and kept
-    there.zero_grad()
-    y_there, slopes_there = passes(there, pretend.put(x), stretches)
+    uncounted, stretches = Stretches(counts=False), Stretches(counts=True)
+    y, slopes = passes(cpu, x.clone(), uncounted)
+    passes(moved, pretend.put(x), Stretches(counts=True))  # constants are built and stored
+    moved.zero_grad()
+    y_there, slopes_there = passes(moved, pretend.put(x), stretches)
     result: dict[str, Any] = {
         "name": name,
         "y": distance(y_there, y),
@@ -80,9 +80,9 @@ def measure(
     if isinstance(cpu, rc.MemoryLayer):
         parts = pieces(x)
         sent = [pretend.put(piece) for piece in parts]
-        decode(there, sent, Stretches(counts=True))
-        outputs = decode(there, sent, stretches)
-        result["decoded"] = distance(outputs, decode(cpu, parts, quiet))
+        decode(moved, sent, Stretches(counts=True))
+        outputs = decode(moved, sent, stretches)
+        result["decoded"] = distance(outputs, decode(cpu, parts, uncounted))
     return {**result, "stretches": stretches.by_name}
 
 
@@ -90,17 +90,17 @@ def measure(
 
 
 def totals(stretch: Mapping[str, Any]) -> list[int]:
-    """Launches, syncs and copies of a stretch."""
+    """Return launches, syncs and copies of a stretch."""
     return [stretch["launches"], *(sum(stretch[kind].values()) for kind in KINDS[1:])]
 
 
 def version() -> str:
-    """Major and minor version of torch, on which numbers of launches depend."""
+    """Return the major and minor version of torch, on which numbers of launches depend."""
     return ".".join(torch.__version__.split(".")[:2])
 
 
 def write(names: list[str], *, higher: bool) -> None:
-    """Measure presets; lower their budgets, and raise them where that is allowed."""
+    """Measure presets; lower their budgets, and raise them if allowed."""
     old = json.loads(BUDGETS.read_text())["presets"] if BUDGETS.exists() else {}
     presets: dict[str, dict[str, list[int]]] = {}
     for name in rc.zoo.names():
@@ -120,7 +120,7 @@ def write(names: list[str], *, higher: bool) -> None:
 
 
 def main() -> None:
-    """Measure the presets that are named, or all for their budgets."""
+    """Measure the named presets, or all for their budgets."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--tokens", type=int)
@@ -141,5 +141,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    # Autograd keeps a thread per device, which torch cannot end for a device written in Python.
+    # Autograd has a thread per device, which torch cannot end for a device written in Python.
     os._exit(0)

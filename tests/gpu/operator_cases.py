@@ -1,9 +1,9 @@
-"""Calls that operators of flash-linear-attention take, and what they are held to.
+"""Calls of operators of flash-linear-attention, and their oracle.
 
-Recipes by structure, cases of each, and one way to run a case: by the operator, on any device, or
-by the reference, which takes its inner gradients by autograd, token by token, in float64 on the
-CPU, and shares nothing with an operator. Who runs the operators' kernels is another's business:
-Triton's interpreter (`tests.gpu.operators`) or a GPU (`tests.gpu.test_backend`).
+Recipes by structure, cases of each, and one way to run a case: by the operator on any device, or by
+the reference, which takes its inner gradients by autograd, token by token, in float64 on the CPU,
+and shares nothing with an operator. Triton's interpreter (`tests.gpu.operators`) or a GPU
+(`tests.gpu.test_backend`) runs the operators' kernels.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch.nn.functional import normalize
 import recollect as rc
 
 HEADS, K, V, TOKENS = 2, 16, 12, 70
-"""A chunk of 64 and a piece; V is no power of two."""
+"""A chunk of 64 and a piece; V is not a power of two."""
 
 
 # -- recipes ---------------------------------------------------------------------------------------
 
-GIVEN = rc.algorithm.GradientDescent(lr=1.0)
+UNIT_RATE = rc.algorithm.GradientDescent(lr=1.0)
 LEARNED = rc.algorithm.GradientDescent()
 
 
@@ -32,8 +32,8 @@ def _matrix(**choices: Any) -> rc.Recipe:
     return rc.Recipe(**{"algorithm": LEARNED, **choices})
 
 
-def _decayed(per: str, when: str, **choices: Any) -> rc.Recipe:
-    return _matrix(retention=rc.retention.Decay(per=per, when=when), **choices)
+def _decayed(per: str, order: str, **choices: Any) -> rc.Recipe:
+    return _matrix(retention=rc.retention.Decay(per=per, when=order), **choices)
 
 
 DOT = rc.bias.DotProduct()
@@ -54,7 +54,7 @@ RECIPES: Mapping[str, rc.Recipe] = {
         "key",
         "after",
         bias=DOT,
-        algorithm=GIVEN,
+        algorithm=UNIT_RATE,
         memory=rc.memory.Matrix(read=rc.memory.Read(when="before", bonus="learned")),
     ),
     "delta": _matrix(),
@@ -62,8 +62,8 @@ RECIPES: Mapping[str, rc.Recipe] = {
     "delta before decay": _decayed("head", "after"),
     "delta after decay per key": _decayed("key", "before"),
     "delta before decay per key": _decayed("key", "after"),
-    "probe": _decayed("key", "after", bias=ERASING, algorithm=GIVEN),
-    "probe after decay": _decayed("head", "before", bias=ERASING, algorithm=GIVEN),
+    "probe": _decayed("key", "after", bias=ERASING, algorithm=UNIT_RATE),
+    "probe after decay": _decayed("head", "before", bias=ERASING, algorithm=UNIT_RATE),
     "two steps": _decayed(
         "head", "before", algorithm=rc.algorithm.GradientDescent(updates_per_token=2)
     ),
@@ -89,12 +89,12 @@ class Case:
 
     Attributes:
         recipe: by name.
-        dtype: of q, k and v. tokens: how many. queries: per memory.
-        borders: of documents in one row. padded: whether rows have unlike lengths.
-        decay: what log decays are multiplied by; forgets: whether one of them is −inf.
-        decoded: whether tokens go in one after the other, without a gradient.
-        starts: whether it begins with a memory that is not zero.
-        again: whether the gradient of a gradient is compared too.
+        dtype: of q, k and v. tokens: their number. queries: per memory.
+        borders: of documents in one row. padded: whether rows have different lengths.
+        decay: factor of log decays; forgets: whether one of them is −inf.
+        decoded: whether tokens run one by one, without a gradient.
+        starts: whether the initial memory differs from zero.
+        second_order: whether the gradient of a gradient is compared too.
         values, keys: channels of each.
     """
 
@@ -108,7 +108,7 @@ class Case:
     forgets: bool = False
     decoded: bool = False
     starts: bool = True
-    again: bool = False
+    second_order: bool = False
     values: int = V
     keys: int = K
 
@@ -133,13 +133,13 @@ QUICK: Mapping[str, Case] = {
     "chunk_delta_rule, bf16": Case(recipe="delta", dtype=BRAIN, tokens=20),
     "chunk_gated_delta_rule, no decay": Case(recipe="delta", tokens=20),
     "chunk_gated_delta_rule": Case(recipe="delta after decay", queries=2),
-    "chunk_gated_delta_rule, twice": Case(recipe="delta after decay", again=True, tokens=10),
+    "chunk_gated_delta_rule, twice": Case(recipe="delta after decay", second_order=True, tokens=10),
     "chunk_gated_delta_rule, twice, bf16": Case(
-        recipe="delta after decay", dtype=BRAIN, again=True, tokens=10
+        recipe="delta after decay", dtype=BRAIN, second_order=True, tokens=10
     ),
     "chunk_gated_delta_rule, packed": Case(recipe="delta after decay", borders=SHORT, tokens=20),
     "chunk_gated_delta_rule, packed, twice": Case(
-        recipe="delta after decay", borders=(0, 3, 8), again=True, tokens=8
+        recipe="delta after decay", borders=(0, 3, 8), second_order=True, tokens=8
     ),
     "chunk_gated_delta_rule, strong decays": Case(
         recipe="delta after decay", decay=50.0, forgets=True, tokens=20
@@ -199,7 +199,7 @@ LONG: Mapping[str, Case] = {
     ),
     "chunk_dplr_delta_rule, bf16": Case(recipe="probe", dtype=BRAIN),
     "chunk_rwkv6, twice, bf16": Case(
-        recipe="read before, bonus", dtype=BRAIN, again=True, tokens=10
+        recipe="read before, bonus", dtype=BRAIN, second_order=True, tokens=10
     ),
     "chunk_gla, read before, bf16": Case(recipe="read before", dtype=BRAIN, tokens=20),
     "chunk_mesa_net over chunks": Case(recipe="ridge", values=K, queries=2, padded=True),
@@ -235,24 +235,24 @@ HOPPER_LONG: Mapping[str, Case] = {
 }  # fmt: skip
 """More of these presets and neighbors."""
 
-HALVES: Mapping[str, Case] = {
+HALF_PRECISION: Mapping[str, Case] = {
     f"{name}, in bf16": replace(case, dtype=BRAIN)
     for name, case in {**QUICK, **LONG}.items()
-    if case.dtype == torch.float32 and not case.decoded and not case.again
+    if case.dtype == torch.float32 and not case.decoded and not case.second_order
 }
-"""What a GPU trains in: every structure, in the operators that bfloat16 takes."""
+"""Cases of training on a GPU: every structure, in the operators that accept bfloat16."""
 
 SETS = {
     "quick": QUICK,
     "long": LONG,
-    "halves": HALVES,
+    "halves": HALF_PRECISION,
     "hopper": HOPPER,
     "hopper_long": HOPPER_LONG,
 }
 CASES = {name: case for cases in SETS.values() for name, case in cases.items()}
 
 
-def drawn(*shape: int, seed: int) -> Tensor:
+def random_tensor(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
@@ -262,18 +262,18 @@ def unit(*shape: int, seed: int) -> Tensor:
 
 
 def numbers(case: Case, recipe: rc.Recipe, rows: int) -> dict[str, dict[str, Tensor]]:
-    """Tensors, gates and params of a call, in float64."""
+    """Return tensors, gates and params of a call, in float64."""
     lead, n = (rows, case.tokens, HEADS), recipe.associations_per_token
     each = (n,) if n > 1 else ()
     sizes = recipe.axes(case.keys, case.values)
-    q = drawn(rows, case.tokens, HEADS * case.queries, case.keys, seed=1)
-    k = drawn(*lead, *each, case.keys, seed=2)
-    v = drawn(*lead, *each, case.values, seed=3)
+    q = random_tensor(rows, case.tokens, HEADS * case.queries, case.keys, seed=1)
+    k = random_tensor(*lead, *each, case.keys, seed=2)
+    v = random_tensor(*lead, *each, case.values, seed=3)
     tensors = {"q": q, "k": k if recipe.memory.is_elementwise else normalize(k, dim=-1), "v": v}
     gates: dict[str, Tensor] = {}
     for seed, gate in enumerate(recipe.gates(), start=10):
-        own = each if recipe.per_association(gate) else ()
-        shape = (*lead, *own, *(sizes[axis] for axis in gate.axes))
+        sub_steps = each if recipe.per_association(gate) else ()
+        shape = (*lead, *sub_steps, *(sizes[axis] for axis in gate.axes))
         x = unit(*shape, seed=seed)
         if gate.name.startswith("log_decay"):
             x = -0.3 * case.decay * x
@@ -290,113 +290,118 @@ def numbers(case: Case, recipe: rc.Recipe, rows: int) -> dict[str, dict[str, Ten
 
 
 def start(case: Case, recipe: rc.Recipe) -> Tensor | None:
-    """An initial memory, where the case has one."""
+    """Return an initial memory, if the case has one."""
     if not case.starts:
         return None
     shape = (case.values,) if recipe.memory.is_elementwise else (case.values, case.keys)
-    return drawn(HEADS, *shape, seed=50)
+    return random_tensor(HEADS, *shape, seed=50)
 
 
 # -- a call ----------------------------------------------------------------------------------------
 
-Given = Mapping[str, Mapping[str, Tensor]]
+Arguments = Mapping[str, Mapping[str, Tensor]]
 
 
 def call(
-    recipe: rc.Recipe, given: Given, init: Tensor | None, method: str, **where: Any
+    recipe: rc.Recipe, arguments: Arguments, init: Tensor | None, method: str, **options: Any
 ) -> tuple[Tensor, rc.State]:
-    """Outputs and final state."""
+    """Return outputs and final state."""
     y, state = rc.recall(
         recipe,
-        given["tensors"]["q"],
-        given["tensors"]["k"],
-        given["tensors"]["v"],
-        given["gates"],
-        params=given["params"],
+        arguments["tensors"]["q"],
+        arguments["tensors"]["k"],
+        arguments["tensors"]["v"],
+        arguments["gates"],
+        params=arguments["params"],
         initial_memory=init,
         engine=method,
-        **where,
+        **options,
     )
     assert state is not None
     return y, state
 
 
 def solved(case: Case, method: str, *, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-    """Outputs, final states and gradients by name, as the CPU has them.
+    """Return outputs, final states and gradients by name, on the CPU.
 
     Args:
-        case: the call; q, k and v are those that its type can hold.
+        case: the call; q, k and v are representable in its dtype.
         method: of `recollect.recall`; the reference computes in float64.
-        device: where it runs.
+        device: device of the call.
     """
     recipe = RECIPES[case.recipe]
     rows = 2 if case.padded else 1
-    given = numbers(case, recipe, rows)
+    arguments = numbers(case, recipe, rows)
     exact = method == "reference"
     wide = torch.float64 if exact else torch.float32
-    given["tensors"] = {
+    arguments["tensors"] = {
         name: x.to(case.dtype).to(wide if exact else case.dtype)
-        for name, x in given["tensors"].items()
+        for name, x in arguments["tensors"].items()
     }
     for part in ("gates", "params"):
-        given[part] = {name: x.float().to(wide) for name, x in given[part].items()}
+        arguments[part] = {name: x.float().to(wide) for name, x in arguments[part].items()}
     init = start(case, recipe)
     init = None if init is None else init.float().to(wide)
-    where: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if case.borders:
-        where["cu_seqlens"] = torch.tensor(case.borders)
+        options["cu_seqlens"] = torch.tensor(case.borders)
     if case.padded:
         mask = torch.ones(rows, case.tokens, dtype=torch.bool)
         mask[0, case.tokens - 7 :] = False
-        where["attention_mask"] = mask
-    given = {part: {n: x.to(device) for n, x in own.items()} for part, own in given.items()}
+        options["attention_mask"] = mask
+    arguments = {
+        part: {n: x.to(device) for n, x in part_tensors.items()}
+        for part, part_tensors in arguments.items()
+    }
     init = None if init is None else init.to(device)
-    where = {name: x.to(device) for name, x in where.items()}
+    options = {name: x.to(device) for name, x in options.items()}
 
     def wave(x: Tensor, seed: int) -> Tensor:
-        return drawn(*x.shape, seed=seed).to(device, wide)
+        return random_tensor(*x.shape, seed=seed).to(device, wide)
 
     if case.decoded:
-        return {name: x.cpu() for name, x in decoded(recipe, given, init, method).items()}
-    leaves = [x for part in given.values() for x in part.values()] + (
+        return {name: x.cpu() for name, x in decoded(recipe, arguments, init, method).items()}
+    leaves = [x for part in arguments.values() for x in part.values()] + (
         [] if init is None else [init]
     )
-    names = [name for part in given.values() for name in part] + ["init"] * (init is not None)
+    names = [name for part in arguments.values() for name in part] + ["init"] * (init is not None)
     for x in leaves:
         x.requires_grad_()
-    y, state = call(recipe, given, init, method, **where)
-    result = {"y": y, **{f"state {n}": x for n, x in enumerate(kept(recipe, state))}}
+    y, state = call(recipe, arguments, init, method, **options)
+    result = {"y": y, **{f"state {n}": x for n, x in enumerate(computed_tensors(recipe, state))}}
     total = torch.zeros((), dtype=wide, device=device)
     for seed, x in enumerate(result.values(), start=60):
         total = total + (x.to(wide) * wave(x, seed)).sum()
-    slopes = torch.autograd.grad(total, leaves, create_graph=case.again)
+    slopes = torch.autograd.grad(total, leaves, create_graph=case.second_order)
     result |= {f"d {name}": g for name, g in zip(names, slopes, strict=True)}
-    if case.again:
+    if case.second_order:
         second = sum((g.to(wide) * wave(g, 80)).sum() for g in slopes)
         twice = torch.autograd.grad(second, leaves, allow_unused=True)  # type: ignore[arg-type]
         result |= {f"dd {name}": g for name, g in zip(names, twice, strict=True) if g is not None}
     return {name: x.detach().cpu() for name, x in result.items()}
 
 
-def kept(recipe: rc.Recipe, state: rc.State) -> list[Tensor]:
-    """What of a state an operator computes."""
+def computed_tensors(recipe: rc.Recipe, state: rc.State) -> list[Tensor]:
+    """Return the tensors of a state that an operator computes."""
     slots = [x for name in ("gram",) for x in state.algorithm_state.get(name, ())]
     return [] if recipe.nonparametric else [*state.weights, *slots]
 
 
 @torch.no_grad()
-def decoded(recipe: rc.Recipe, given: Given, init: Tensor | None, method: str) -> dict[str, Tensor]:
-    """One token after the other, each from the state that the last one left and that stays."""
+def decoded(
+    recipe: rc.Recipe, arguments: Arguments, init: Tensor | None, method: str
+) -> dict[str, Tensor]:
+    """Run one token after another, each from a stored state."""
     outputs: list[Tensor] = []
     state: rc.State | None = None
-    for t in range(given["tensors"]["q"].shape[1]):
+    for t in range(arguments["tensors"]["q"].shape[1]):
         part = {
             name: {n: x if name == "params" else x[:, t : t + 1] for n, x in tensors.items()}
-            for name, tensors in given.items()
+            for name, tensors in arguments.items()
         }
         initial = None if state is None else [x.clone() for x in state.weights]
-        begins = init if state is None else None
-        y, later = call(recipe, part, begins, method, state=state)
+        first_memory = init if state is None else None
+        y, later = call(recipe, part, first_memory, method, state=state)
         if state is not None and initial is not None:
             assert all(map(torch.equal, initial, state.weights)), "a state was written into"
         outputs.append(y)
@@ -406,7 +411,7 @@ def decoded(recipe: rc.Recipe, given: Given, init: Tensor | None, method: str) -
 
 
 def distance(x: Tensor, y: Tensor) -> float:
-    """‖x − y‖ relative to ‖y‖; infinite where x is not finite."""
+    """Return ‖x − y‖ relative to ‖y‖; infinite if x is not finite."""
     x, y = x.double(), y.double()
     if not bool(x.isfinite().all()):
         return float("inf")

@@ -1,13 +1,9 @@
 """Operators of flash-linear-attention in Triton's interpreter, against the reference in float64.
 
 ``python -m tests.gpu.operators quick`` (or another set, or names, of `tests.gpu.operator_cases`)
-prints one JSON object per case: which functions of the package ran, and how far outputs, final
-states and every gradient are from the reference. It is a program of its own because the interpreter
-stays with its process (`tests.gpu.interpreter`).
-
-Calls go through ``rc.recall(engine="fla")``, as on a GPU: only the sentence that the device is none
-is switched off. With ``hopper`` or ``hopper_long`` the machine claims to have a Hopper GPU and
-Triton 3.6.
+prints one JSON object per case: the functions of the package that ran, and the distances of
+outputs, final states and every gradient from the reference. It is a separate program because the
+interpreter changes its process.
 """
 
 from __future__ import annotations
@@ -28,7 +24,7 @@ from recollect.engines.fla.operators import OPERATORS, function
 
 
 def import_all() -> None:
-    """The package, and the interpreter's repairs of it."""
+    """Import the package, and repair the interpreter for it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for operator in OPERATORS:
@@ -47,29 +43,29 @@ def claim_hopper() -> None:
 
 
 def watched(names: list[str]) -> Callable[..., Any]:
-    """`function`, that notes what was asked of the package."""
+    """Record the functions of the package that `function` requests."""
 
-    def noting(module: str, name: str) -> Any:
+    def record(module: str, name: str) -> Any:
         names.append(name)
         return function(module, name)
 
-    return noting
+    return record
 
 
 def measure(name: str) -> dict[str, Any]:
-    """Which functions of the package a case ran, and its distances from the reference."""
+    """Return the functions of the package that a case runs, and errors against the reference."""
     case, ran = CASES[name], list[str]()
     recurrences.function = calls.function = watched(ran)  # type: ignore[assignment]
     theirs = solved(case, "fla")
     assert ran, "nothing of the package ran"
     exact = solved(case, "reference")
     assert theirs.keys() == exact.keys()
-    far = {part: distance(x, exact[part]) for part, x in theirs.items()}
-    return {"name": name, "ran": sorted(set(ran)), "far": far}
+    distances = {part: distance(x, exact[part]) for part, x in theirs.items()}
+    return {"name": name, "ran": sorted(set(ran)), "far": distances}
 
 
 def main(names: list[str]) -> None:
-    """Measure cases that are named, or those of a set."""
+    """Measure named cases, or those of a set."""
     warnings.simplefilter("ignore")
     choose.DEVICES.add("cpu")
     torch.set_float32_matmul_precision("high")

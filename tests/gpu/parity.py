@@ -1,9 +1,8 @@
-"""A preset on a device against the same preset on the CPU, and where the host waits for it.
+"""A preset on a device against the CPU, and the lines at which the host waits.
 
-On CUDA torch itself says where (`torch.cuda.set_sync_debug_mode`): a value that is asked for, and
-numbers that are sent from memory that is not pinned. Its word does not cover everything (linear
-algebra may wait inside CUDA's libraries), and the first pass is not looked at: constants are made
-there, and libraries loaded.
+On CUDA torch reports waits (`torch.cuda.set_sync_debug_mode`): a value that the host reads, and
+numbers from memory that is not pinned. The report is incomplete (linear algebra may wait inside
+CUDA's libraries), and the first pass is ignored, because it builds constants and loads libraries.
 """
 
 from __future__ import annotations
@@ -31,20 +30,20 @@ from torch import nn
 import recollect as rc
 
 DEVICE = torch.device(os.environ.get("RECOLLECT_TEST_DEVICE", "cuda"))
-"""Where tests of a GPU run; ``cpu`` shows that they run, and nothing else."""
+"""Device of the GPU tests; ``cpu`` shows only that they run."""
 
-HERE = DEVICE.type != "cuda" or torch.cuda.is_available()
+IS_AVAILABLE = DEVICE.type != "cuda" or torch.cuda.is_available()
 MISSING = "torch sees no CUDA device"
 
 
 class Waits:
-    """Runs stretches, and keeps the lines at which the host waited."""
+    """Runs stretches, and records the lines at which the host waited."""
 
     def __init__(self) -> None:
         self.lines: dict[str, list[str]] = {}
 
     def run(self, name: str, call: Callable[[], Any]) -> Any:
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             _debug("warn")
             try:
@@ -53,7 +52,7 @@ class Waits:
                 _debug("default")
         self.lines[name] = [
             f"{Path(one.filename).name}:{one.lineno}"
-            for one in said
+            for one in caught
             if "synchronizing CUDA operation" in str(one.message)
         ]
         return result
@@ -65,12 +64,12 @@ def _debug(mode: str) -> None:
 
 
 def moved(layer: nn.Module) -> nn.Module:
-    """A copy on the device."""
+    """Return a copy on the device."""
     return copy.deepcopy(layer).to(DEVICE)
 
 
 def compare(name: str, *, precision: str | None = None) -> dict[str, Any]:
-    """Distances of a preset's numbers from the CPU's, and the lines at which the host waited.
+    """Return distances of a preset's results from the CPU's, and lines at which the host waited.
 
     Args:
         name: of the preset.
@@ -79,14 +78,14 @@ def compare(name: str, *, precision: str | None = None) -> dict[str, Any]:
     preset = rc.zoo.get(name)
     torch.manual_seed(0)
     cpu = preset.build(d_model=WIDTH, num_heads=HEADS)
-    there, waits, quiet = moved(cpu), Waits(), Unwatched()
+    moved_layer, waits, unwatched = moved(cpu), Waits(), Unwatched()
     if precision is not None:
-        there.precision = precision
+        moved_layer.precision = precision
     x = torch.randn(1, length(preset), WIDTH)
-    y, slopes = passes(cpu, x.clone(), quiet)
-    passes(there, x.to(DEVICE, copy=True), quiet)
-    there.zero_grad()
-    y_there, slopes_there = passes(there, x.to(DEVICE, copy=True), waits)
+    y, slopes = passes(cpu, x.clone(), unwatched)
+    passes(moved_layer, x.to(DEVICE, copy=True), unwatched)
+    moved_layer.zero_grad()
+    y_there, slopes_there = passes(moved_layer, x.to(DEVICE, copy=True), waits)
     result: dict[str, Any] = {
         "y": distance(y_there, y),
         "gradient": max(distance(slopes_there[n], slope) for n, slope in slopes.items()),
@@ -94,6 +93,8 @@ def compare(name: str, *, precision: str | None = None) -> dict[str, Any]:
     if isinstance(cpu, rc.MemoryLayer):
         parts = pieces(x.detach())
         sent = [part.to(DEVICE) for part in parts]
-        decode(there, sent, quiet)
-        result["decoded"] = distance(decode(there, sent, waits), decode(cpu, parts, quiet))
+        decode(moved_layer, sent, unwatched)
+        result["decoded"] = distance(
+            decode(moved_layer, sent, waits), decode(cpu, parts, unwatched)
+        )
     return {**result, "waits": waits.lines}

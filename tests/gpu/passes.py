@@ -1,6 +1,6 @@
-"""What a preset is run through on any device: forward, backward, a prompt, tokens one by one.
+"""Passes of a preset on any device: forward, backward, a prompt, and single tokens.
 
-Nothing here knows which device it is; who runs a stretch (``run(name, call)``) may look at it.
+This module does not depend on the device; the caller's ``run(name, call)`` may observe a stretch.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ PROMPT, DECODED = 30, 4
 
 
 class Runs(Protocol):
-    """Who runs a stretch, and may look at it."""
+    """Interface of objects that run a stretch and may observe it."""
 
     def run(self, name: str, call: Callable[[], Any]) -> Any: ...
 
 
 class Unwatched:
-    """Runs stretches and looks at none."""
+    """Runs stretches without observing them."""
 
     def run(self, name: str, call: Callable[[], Any]) -> Any:
         return call()
 
 
 def host(x: Tensor) -> Tensor:
-    """The numbers of a tensor, on the CPU."""
+    """Return the numbers of a tensor, on the CPU."""
     x = x.detach()
-    inner = x.__dict__.get("inner")  # of the device that pretends (`tests.gpu.pretend`)
+    inner = x.__dict__.get("inner")  # of the pretended device (`tests.gpu.pretend`)
     return x.cpu() if inner is None else inner
 
 
 def distance(x: Tensor | None, y: Tensor | None) -> float:
-    """‖x − y‖ relative to ‖y‖; infinite where only one is there or x is not finite."""
+    """Return ‖x − y‖ relative to ‖y‖; infinite if only one exists or x is not finite."""
     if x is None or y is None:
         return 0.0 if x is y else float("inf")
     x, y = host(x).double(), host(y).double()
@@ -53,7 +53,7 @@ def distance(x: Tensor | None, y: Tensor | None) -> float:
 
 
 def passes(layer: nn.Module, x: Tensor, stretches: Runs) -> tuple[Tensor, dict[str, Tensor | None]]:
-    """Outputs, and the gradients of what is read and of every parameter."""
+    """Return outputs, and their gradients by the input and every parameter."""
     x = x.requires_grad_()
     y = stretches.run("forward", lambda: layer(x, output_final_state=False))[0]
     stretches.run("backward", lambda: y.square().sum().backward())
@@ -61,7 +61,7 @@ def passes(layer: nn.Module, x: Tensor, stretches: Runs) -> tuple[Tensor, dict[s
 
 
 def decode(layer: nn.Module, tokens: list[Tensor], stretches: Runs) -> Tensor:
-    """Outputs of the tokens after the first piece, which is the prompt."""
+    """Return outputs of the tokens after the first piece, which is the prompt."""
 
     def one_by_one() -> list[Tensor]:
         nonlocal state
@@ -78,12 +78,12 @@ def decode(layer: nn.Module, tokens: list[Tensor], stretches: Runs) -> Tensor:
 
 
 def pieces(x: Tensor) -> list[Tensor]:
-    """A prompt, and the tokens after it."""
+    """Return a prompt, and the tokens after it."""
     return [x[:, :PROMPT], *x[:, PROMPT : PROMPT + DECODED].split(1, 1)]
 
 
 def length(preset: rc.zoo.Preset) -> int:
-    """Tokens that a preset is measured on."""
+    """Return the number of tokens for a preset."""
     K = WIDTH // HEADS
     engine = bind(preset.recipe, H=HEADS, K=K, V=K, engine="auto").engine
     return DEEP_TOKENS if engine.name == "deep" else TOKENS

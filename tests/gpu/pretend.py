@@ -1,23 +1,23 @@
-"""A device that pretends to be a GPU: numbers from the CPU, counts of what a GPU would have to do.
+"""A device that pretends to be a GPU: the CPU's numbers, with counts of a GPU's work.
 
-Tensors on it report a device type of their own, so code takes the way that it has for devices, and
-hold a CPU tensor that does the arithmetic. Counted are
+Tensors on it report a separate device type, so code takes its path for devices, and hold a CPU
+tensor that does the arithmetic. Counted are
 
 * launches: operations that read or write memory (views do not);
-* syncs: where the host would wait for the device to know a value (``.item()``, ``torch.equal``,
-  a boolean index, a shape that depends on values);
-* copies: what the host sends to the device (``torch.tensor(..., device=)``, ``.to(device)``);
+* syncs: waits of the host for a value of the device (``.item()``, ``torch.equal``, a boolean
+  index, a shape that depends on values);
+* copies: data from the host to the device (``torch.tensor(..., device=)``, ``.to(device)``);
 * mixed: operations between a device's tensor and a CPU's, which a GPU refuses.
 
-Each sync, copy and mixed operation is kept with the line of the library that asked for it.
+Each sync, copy and mixed operation is stored with the line of the library that caused it.
 
-`record` does what a CUDA graph does: operations are noted once, and run again in the same memory
-without a line of Python between them; what a GPU refuses meanwhile (syncs, copies) raises. `bits`
-rounds what products multiply, as tensor cores do.
+`record` acts like a CUDA graph: operations are recorded once, and replayed in the same memory
+without Python code between them; operations that a GPU refuses meanwhile (syncs, copies) raise.
+`bits` rounds operands of products, like tensor cores.
 
-Importing this file registers the device, which cannot be taken back and which other libraries would
-take for an accelerator: only a process of its own may do so (`tests.gpu.measure`). Needs
-torch ≥ 2.10, whose PrivateUse1 backend may be written in Python.
+Importing this module registers the device permanently, and other libraries would take it for an
+accelerator, so only a separate process may import it (`tests.gpu.measure`). Needs torch ≥ 2.10,
+whose PrivateUse1 backend may be written in Python.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ NAME = "pretend"
 
 
 class _Backend(backend_registration._DummyBackendModule):
-    """What torch asks of a device's module."""
+    """The module that torch needs for a device."""
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.float16, torch.bfloat16]
@@ -54,22 +54,22 @@ class _Backend(backend_registration._DummyBackendModule):
         return torch.bfloat16
 
     def _lazy_init(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def synchronize(self, *_: object) -> None:
-        """Nothing to wait for."""
+        """Do nothing."""
 
 
 backend_registration._setup_privateuseone_for_python_backend(rename=NAME, backend_module=_Backend())
 DEVICE = torch.device(NAME, 0)
 
 
-# -- what is counted ------------------------------------------------------------------------------
+# -- counts ---------------------------------------------------------------------------------------
 
 
 @dataclass
 class Counts:
-    """What a stretch of a program asked of the device.
+    """Requests of a stretch of a program to the device.
 
     Attributes:
         launches: operations on its memory.
@@ -87,7 +87,7 @@ _now = Counts()
 
 @contextmanager
 def counted() -> Iterator[Counts]:
-    """What runs inside is counted, and may make tensors of the device."""
+    """Count the operations inside, which may create tensors of the device."""
     global _now
     initial, _now = _now, Counts()
     try:
@@ -112,13 +112,13 @@ unique_consecutive bincount histc linalg_cholesky _linalg_check_errors linalg_so
 _linalg_eigh _linalg_svd linalg_eig linalg_lstsq linalg_matrix_exp
 """
 WAITS = frozenset(_ANSWERED.split())
-"""Operations after which the host knows a value of the device: it waits for all work before."""
+"""Operations that return a value of the device to the host, which waits for all work before."""
 
 INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_")
 
 
 def _line() -> str:
-    """The line of the library that is being run."""
+    """Return the running line of the library."""
     frames = traceback.extract_stack()
     for part in (f"{os.sep}recollect{os.sep}", f"{os.sep}tests{os.sep}"):
         for frame in reversed(frames):
@@ -156,15 +156,18 @@ def _record(
 MULTIPLIED = {"mm": (0, 1), "bmm": (0, 1), "mv": (0, 1), "dot": (0, 1), "addmm": (1, 2)} | {
     "baddbmm": (1, 2), "addmv": (1, 2), "addr": (1, 2), "convolution": (0, 1),
 }  # fmt: skip
-"""Operations that tensor cores do, and which of their arguments they multiply."""
+"""Operations of tensor cores, and the arguments that they multiply."""
 
 bits: int | None = None
-"""Bits after the leading one that products of float32 keep of what they multiply: 10 is TF32, 7 is
-bfloat16. Sums are float32's. ``None`` is what PyTorch's switch for CUDA says at each product."""
+"""Bits after the leading one of operands of float32 products.
+
+10 is TF32, 7 is bfloat16. Sums are in float32. ``None`` follows PyTorch's switch for CUDA at each
+product.
+"""
 
 
 def _rounded(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of an operation as tensor cores see them."""
+    """Return the arguments of an operation as tensor cores read them."""
     places = MULTIPLIED.get(name, ())
     if not places:
         return args
@@ -175,7 +178,7 @@ def _rounded(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _kept_bits(x: Tensor, count: int) -> Tensor:
-    """To the nearest number of so many bits."""
+    """Round to the nearest number with so many bits."""
     if x.dtype != torch.float32:
         return x
     fraction, exponent = torch.frexp(x)
@@ -186,7 +189,7 @@ def _kept_bits(x: Tensor, count: int) -> Tensor:
 
 
 class Refused(RuntimeError):
-    """What a GPU refuses while a graph is recorded: the host asks, or sends."""
+    """Raised for operations that a GPU refuses while a graph is recorded."""
 
 
 Step = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Any]
@@ -194,7 +197,7 @@ _noted: list[Step] | None = None
 
 
 def record(run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-    """Run a function once; what it returned, and a replay of its operations in its memory."""
+    """Run a function once; return its result, and a replay of its operations in its memory."""
     global _noted
     assert _noted is None
     _noted = steps = []
@@ -218,24 +221,24 @@ def record(run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
 
 
 def _same_place(old: Tensor, new: Tensor) -> bool:
-    """Whether an operation gave what it gave the first time: a view, or what it wrote into."""
-    there = old.data_ptr() == new.data_ptr() and old.stride() == new.stride()
-    return old.numel() == 0 or (there and old.shape == new.shape)
+    """Whether an operation returned its first result: a view, or its output tensor."""
+    is_same = old.data_ptr() == new.data_ptr() and old.stride() == new.stride()
+    return old.numel() == 0 or (is_same and old.shape == new.shape)
 
 
 def _note(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
-    """Keep an operation on the device's memory while a graph is recorded."""
+    """Record an operation on the device's memory while a graph is recorded."""
     if _noted is not None:
-        # Other names of the same memory: what is squeezed in place later has another shape then.
+        # Aliases of the memory: a tensor that is squeezed in place later has another shape then.
         _noted.append((func, *tree_map(_named_anew, (args, kwargs, out))))
     return out
 
 
 def enqueued(run: Callable[[], None]) -> None:
-    """Count a kernel that no operation of torch is, and keep it while a graph is recorded.
+    """Count a kernel that is not an operation of torch, and record it in a graph.
 
     Args:
-        run: runs it, in the memory of its arguments.
+        run: runs the kernel, in the memory of its arguments.
     """
     _now.launches += 1
     if _noted is not None:
@@ -276,7 +279,7 @@ def _named_anew(x: Any) -> Any:
 
 
 class Pretend(Tensor):
-    """A tensor of the device, around one of the CPU."""
+    """A tensor of the device, around a tensor of the CPU."""
 
     inner: Tensor
 
@@ -320,7 +323,7 @@ class Pretend(Tensor):
 
 
 class _RmsNorm(torch.autograd.Function):
-    """One launch forward and two back, as torch has it on CUDA; elsewhere it is six or more."""
+    """One launch forward and two backward, like torch on CUDA; other devices need six or more."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, shape: Any, weight: Tensor | None, eps: float | None) -> Any:
@@ -335,17 +338,17 @@ class _RmsNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> Any:
         (x, weight), (shape, eps) = ctx.saved_tensors, ctx.rest
         _now.launches += 2
-        given = [host(part) for part in (x, weight) if part is not None]
-        args = host(dy), shape, eps, *given
+        parts = [host(part) for part in (x, weight) if part is not None]
+        args = host(dy), shape, eps, *parts
         dx, *rest = map(Pretend, _note(_rms_norm_back, args, {}, _rms_norm_back(*args)))
         return dx, None, rest[0] if rest else None, None
 
 
-def _rms_norm_back(dy: Tensor, shape: Any, eps: float | None, *given: Tensor) -> list[Tensor]:
-    given = tuple(part.detach().requires_grad_() for part in given)
+def _rms_norm_back(dy: Tensor, shape: Any, eps: float | None, *parts: Tensor) -> list[Tensor]:
+    parts = tuple(part.detach().requires_grad_() for part in parts)
     with torch.enable_grad():
-        y = functional.rms_norm(given[0], shape, *given[1:], eps=eps)
-    return list(torch.autograd.grad(y, given, dy))
+        y = functional.rms_norm(parts[0], shape, *parts[1:], eps=eps)
+    return list(torch.autograd.grad(y, parts, dy))
 
 
 def _rms_norm(x: Any, shape: Any, weight: Any = None, eps: float | None = None) -> Any:
@@ -368,16 +371,16 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     ours = any(isinstance(x, Pretend) for x in flat)
     device = kwargs.get("device")
     target = None if device is None else torch.device(device).type
-    there = ours if target is None else target == NAME
+    is_here = ours if target is None else target == NAME
     _record(name, func._overloadname, args, target, flat)
     inner_args, inner_kwargs = tree_map(_unwrapped, (args, kwargs))
     inner_args = _rounded(name, inner_args)
     requested = func
     if func is torch.ops.aten.gelu.out:
-        # On a CPU it leaves memory with gaps as it was, in float32; a GPU writes it.
+        # A CPU leaves gaps in memory unchanged, in float32; a GPU writes them.
         func = _gelu_out
     out = func(*inner_args, **inner_kwargs)
-    if not there:
+    if not is_here:
         return out
     _note(func, inner_args, inner_kwargs, out)
     if name not in VIEWS:
@@ -391,7 +394,7 @@ def _gelu_out(x: Tensor, *, out: Tensor, **how: Any) -> Tensor:
 
 
 class _Factories(TorchDispatchMode):
-    """Operations that name the device without a tensor of it."""
+    """Operations that name the device without a tensor on it."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -429,41 +432,41 @@ _OPERATORS.impl("empty.memory_format", _empty, "PrivateUse1")
 
 
 def _sending(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """``torch.tensor`` and its like, which reach a device by a way of their own."""
+    """``torch.tensor`` and similar functions, which reach a device by a separate path."""
 
-    def made(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
+    def factory(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
         if device is None or torch.device(device).type != NAME:
             return make(data, *args, device=device, **kwargs)
         _now.copies[f"{make.__name__} @ {_line()}"] += 1
         return Pretend(make(data, *args, **kwargs))
 
-    return made
+    return factory
 
 
 torch.tensor, torch.as_tensor = _sending(torch.tensor), _sending(torch.as_tensor)
 
 
-# -- to it and from it ----------------------------------------------------------------------------
+# -- copies between host and device ---------------------------------------------------------------
 
 
 def put(x: Tensor) -> Tensor:
-    """A copy on the device, not counted."""
+    """Return a copy on the device, without counting."""
     return Pretend(x.detach().clone())
 
 
 def host(x: Tensor) -> Tensor:
-    """The numbers of a tensor, not counted."""
+    """Return the numbers of a tensor, without counting."""
     x = x.detach()
     return x.inner if isinstance(x, Pretend) else x
 
 
 def put_module(module: nn.Module) -> nn.Module:
-    """A copy of a module on the device, not counted."""
-    there = copy.deepcopy(module)
-    for part in there.modules():
+    """Return a copy of a module on the device, without counting."""
+    moved = copy.deepcopy(module)
+    for part in moved.modules():
         for name, x in part._parameters.items():
             if x is not None:
                 part._parameters[name] = nn.Parameter(put(x), requires_grad=x.requires_grad)
         for name, x in part._buffers.items():
             part._buffers[name] = None if x is None else put(x)
-    return there
+    return moved

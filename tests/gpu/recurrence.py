@@ -57,7 +57,7 @@ def install(kernels: Any = None) -> None:
 
 
 def parity(names: Sequence[str]) -> None:
-    """Cases by name, or all."""
+    """Run the named cases, or all."""
     for name in names or CASES:
         case = CASES[name]
         RAN.clear()
@@ -79,7 +79,7 @@ def factors() -> None:
 
 
 def launches() -> None:
-    """Operations on the device, forward and backward, by the number of tokens and of groups."""
+    """Print operations on the device, forward and backward, by the number of tokens and groups."""
     for T, chunk in ((48, None), (96, None), (96, 48)):
         case = Case(TITANS, dtype=torch.float32, T=T, chunk=chunk)
         leaves = inputs_of(case)
@@ -102,19 +102,19 @@ def trials(count: int) -> None:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         install(module)
-        engine.launch_recurrence = recurrence.LAUNCHERS[pretend.NAME]  # it is tried too
+        engine.launch_recurrence = recurrence.LAUNCHERS[pretend.NAME]  # the trial runs for it, too
         trial._RESULTS.clear()
         RAN.clear()
         with pretend.counted(), warnings.catch_warnings(record=True) as messages:
             warnings.simplefilter("always")
-            for _ in range(2):  # one trial serves both
+            for _ in range(2):  # one trial for both
                 results_of(case, inputs_of(case), case.engine, pretend.put)
         texts = [str(one.message) for one in messages if "Triton kernels" in str(one.message)]
         print(json.dumps({"wrong": wrong, "warned": texts, "ran": dict(RAN)}), flush=True)
 
 
 def main(kind: str, *names: str) -> None:
-    """Print what ``kind`` names."""
+    """Print the results of ``kind``."""
     warnings.simplefilter("ignore")
     install()
     match kind:

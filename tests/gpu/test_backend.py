@@ -1,10 +1,9 @@
-"""flash-linear-attention as a backend: which operator a recipe takes, and that it computes it.
+"""flash-linear-attention as a backend: the operator of a recipe, and its results.
 
-Three questions, none of which needs a GPU: does the table find the operator that a person would
-take (by hand, below); does a layer on the pretended GPU call it, in the way in which its
-documentation asks for, and get the CPU's numbers (`tests.gpu.backend`); and do the package's own
-kernels, in Triton's interpreter, give the reference's numbers (`tests.gpu.operators`). The last is
-asked of a GPU too where there is one, in bfloat16 (`make test-gpu`).
+Three tests that need no GPU: the table selects the expected operator (by hand, below); a layer on
+the pretended GPU calls it as its documentation requires, and gets the CPU's results
+(`tests.gpu.backend`); the package's kernels, in Triton's interpreter, give the reference's results
+(`tests.gpu.operators`). The last test also runs on a GPU, in bfloat16 (`make test-gpu`).
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ from recollect.functional.one_operation import memorise_op
 
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
-# Written by hand from the papers' recurrences and the package's documentation: for bf16, and where
-# that is another, for float32 as TF32. Presets that are not here take none.
+# Written by hand from the papers' recurrences and the package's documentation: for bf16, and if it
+# differs, for float32 as TF32. Presets that are missing here have none.
 SUM, GATE, DELTA = "chunk_simple_gla", "chunk_gla", "chunk_gated_delta_rule"
 PLAIN, ANY = "chunk_delta_rule", "chunk_dplr_delta_rule"
 EXPECTED: dict[str, tuple[str, str]] = {
@@ -78,7 +77,7 @@ SIZES = {"H": 2, "K": 16, "V": 16}
 
 
 def _taken(recipe: rc.Recipe, dtype: torch.dtype, **sizes: int) -> str | None:
-    """The operator for keys of a type, or ``None``."""
+    """Return the operator for keys of a dtype, or ``None``."""
     at = bind(recipe, **(SIZES | sizes))
     fitting = [one for one in offer(at).operators if one.supports(dtype, at.num_features)]
     return fitting[0].name if fitting else None
@@ -96,7 +95,7 @@ def test_presets_take_the_expected_operator(name: str) -> None:
 
 @rc.member
 class TwiceAToken(rc.bias.Bias):
-    """½‖2 p − 3 v‖² by half of 2 p − 3 v: somebody's own bias that says it is affine."""
+    """½‖2 p − 3 v‖² by half of 2 p − 3 v: a user's bias that is declared affine."""
 
     affine = (2.0, 3.0)
 
@@ -106,34 +105,36 @@ class TwiceAToken(rc.bias.Bias):
 
 @rc.member
 class Cubed(rc.features.Features):
-    """x³: somebody's own finite features."""
+    """x³: a user's finite features."""
 
     def map(self, x: Tensor, params: Any, side: str, position: Tensor) -> Tensor:
         return x**3
 
 
-OWN = rc.algorithm.GradientDescent()
+DESCENT = rc.algorithm.GradientDescent()
 
 
-def _own(per: str | None, when: str = "after", **choices: Any) -> rc.Recipe:
-    retention = rc.retention.Keep() if per is None else rc.retention.Decay(per=per, when=when)
-    return rc.Recipe(**{"bias": TwiceAToken(), "algorithm": OWN, "retention": retention, **choices})
+def _recipe(per: str | None, order: str = "after", **choices: Any) -> rc.Recipe:
+    retention = rc.retention.Keep() if per is None else rc.retention.Decay(per=per, when=order)
+    return rc.Recipe(
+        **{"bias": TwiceAToken(), "algorithm": DESCENT, "retention": retention, **choices}
+    )
 
 
 @pytest.mark.parametrize(
     ("recipe", "operator"),
     [
-        (_own(None), PLAIN),
-        (_own("head", "before"), DELTA),
-        (_own("key", "before"), "chunk_kda"),
-        (_own("head", "after"), ANY),
-        (_own("key", "after"), ANY),
-        (_own("key", "after", bias=rc.bias.DotProduct()), GATE),
-        (_own("head", "before", algorithm=rc.algorithm.GradientDescent(updates_per_token=3)),
+        (_recipe(None), PLAIN),
+        (_recipe("head", "before"), DELTA),
+        (_recipe("key", "before"), "chunk_kda"),
+        (_recipe("head", "after"), ANY),
+        (_recipe("key", "after"), ANY),
+        (_recipe("key", "after", bias=rc.bias.DotProduct()), GATE),
+        (_recipe("head", "before", algorithm=rc.algorithm.GradientDescent(updates_per_token=3)),
          "chunk_gated_delta_product"),
     ],
 )  # fmt: skip
-def test_a_recipe_of_ones_own_takes_what_its_structure_does(
+def test_custom_recipe_takes_the_operator_of_its_structure(
     recipe: rc.Recipe, operator: str
 ) -> None:
     assert _taken(recipe, torch.bfloat16) == operator
@@ -146,20 +147,20 @@ def test_a_recipe_of_ones_own_takes_what_its_structure_does(
         (rc.zoo.get("momentum_delta_net").recipe, "the momentum of algorithm.Momentum"),
         (rc.zoo.get("swla").recipe, "context.Window, which writes a token more than once"),
         (rc.zoo.get("mamba").recipe, "a decay per entry"),
-        (_own("value", "before"), "value channels with separate equations"),
-        (_own("value", memory=rc.memory.Vector()), "takes? logarithms"),
+        (_recipe("value", "before"), "value channels with separate equations"),
+        (_recipe("value", memory=rc.memory.Vector()), "takes? logarithms"),
         (rc.zoo.get("rls").recipe, "a constant ridge"),
         (rc.zoo.get("softmax_attention").recipe, "under one decay"),
         (rc.zoo.get("delta_former").recipe, "softmax attention with one decay"),
     ],
 )
-def test_what_is_not_covered_says_why(recipe: rc.Recipe, reason: str) -> None:
+def test_uncovered_recipes_state_the_reason(recipe: rc.Recipe, reason: str) -> None:
     at = bind(recipe, **SIZES)
     with pytest.raises(rc.RecipeError, match=rf"engine='fla' cannot run this recipe: .*{reason}"):
         offer(at, "fla")
-    said = offer(at)
-    assert not said.operators
-    assert str(said).startswith("not flash-linear-attention: ")
+    message = offer(at)
+    assert not message.operators
+    assert str(message).startswith("not flash-linear-attention: ")
 
 
 def test_keys_may_be_too_wide() -> None:
@@ -287,11 +288,11 @@ def test_a_compiled_call_trains(on_hopper: list[str]) -> None:
     assert on_hopper == [DELTA, KDA]
 
 
-# -- what is done around an operator ---------------------------------------------------------------
+# -- the code around an operator -------------------------------------------------------------------
 
 
 class _Operator(torch.autograd.Function):
-    """A stand-in for an operator, which computes nothing and allocates what it returns."""
+    """An operator that computes nothing and allocates its results."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor) -> Tensor:
@@ -321,7 +322,7 @@ class _LargeResults(TorchDispatchMode):
 @pytest.mark.parametrize("name", ["gated_delta_net", "delta_net", "linear_attention"])
 @pytest.mark.usefixtures("anywhere")
 def test_tensors_of_16_bits_are_not_copied(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An operator gets q, k and v as they are, and gradients return as they are."""
+    """An operator gets q, k and v uncopied, and gradients return uncopied."""
 
     def run(q: Tensor, k: Tensor, v: Tensor, *gates: Tensor, **more: Any) -> tuple[Tensor, None]:
         gates += tuple(x for x in (more.get("g"), more.get("beta")) if x is not None)
@@ -344,30 +345,30 @@ def test_tensors_of_16_bits_are_not_copied(name: str, monkeypatch: pytest.Monkey
 
 
 def test_methods() -> None:
-    """On a CPU "fla" refuses in one sentence, and nothing else takes it."""
+    """On a CPU "fla" refuses in one sentence, and no other engine uses it."""
     q, k, v = torch.randn(3, 1, 5, 2, 8)
-    given = {"lr": torch.rand(1, 5, 2)}
-    y, _ = rc.recall("delta_net", q, k, v, given)
+    gates = {"lr": torch.rand(1, 5, 2)}
+    y, _ = rc.recall("delta_net", q, k, v, gates)
     for method in ("torch", "linear"):
-        assert torch.equal(rc.recall("delta_net", q, k, v, given, engine=method)[0], y)
+        assert torch.equal(rc.recall("delta_net", q, k, v, gates, engine=method)[0], y)
     with pytest.raises(rc.RecipeError, match="cannot run this call: its kernels run on cuda"):
-        rc.recall("delta_net", q, k, v, given, engine="fla")
+        rc.recall("delta_net", q, k, v, gates, engine="fla")
     with pytest.raises(rc.RecipeError, match=r"memory\.MLP is not linear"):
         rc.zoo.get("titans").build(d_model=8, num_heads=1, engine="fla")
     with pytest.raises(rc.RecipeError, match=r"memory\.MLP is not linear"):
         rc.explain("titans", engine="fla")
 
 
-def test_explain_says_which_and_why() -> None:
-    said = rc.explain("delta_net").backend
-    assert said == (
+def test_explain_names_the_operator_and_the_reason() -> None:
+    backend = rc.explain("delta_net").backend
+    assert backend == (
         "on CUDA with recollect-layers[gpu]: chunk_delta_rule of flash-linear-attention, if "
         "products may be bf16 or fp16; chunk_gated_delta_rule, if TF32\n"
         "training on a Hopper GPU with Triton 3.4 to 3.7.0: chunk_kda in place of "
         "chunk_gated_delta_rule, whose backward pass raises there"
     )
     text = str(rc.explain("delta_net"))
-    assert all(line in text for line in said.splitlines())
+    assert all(line in text for line in backend.splitlines())
     assert rc.explain("gated_delta_product").backend.endswith(
         "\ntraining on a Hopper GPU with Triton 3.4 to 3.7.0: chunk_kda in place of "
         "chunk_gated_delta_product and chunk_gated_delta_rule, whose backward pass raises there"
@@ -378,21 +379,21 @@ def test_explain_says_which_and_why() -> None:
 
 @pytest.fixture
 def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if its kernels ran on a CPU: what refuses a call then refuses it for another reason."""
+    """Let kernels run on a CPU, so that calls are refused for other reasons."""
     monkeypatch.setattr(choose, "DEVICES", {"cpu"})
     monkeypatch.setattr(choose, "installed", lambda: True)
 
 
 @pytest.mark.usefixtures("anywhere")
-def test_calls_that_are_not_taken_say_why() -> None:
+def test_refused_calls_state_the_reason() -> None:
     q, k, v = torch.randn(3, 1, 20, 2, 8)
     lr, log_decay = torch.rand(1, 20, 2), -torch.rand(1, 20, 2)
     grown = q.clone().requires_grad_()
     assert torch.get_float32_matmul_precision() == "highest"
 
-    def refused(name: str, sentence: str, *x: Tensor, **given: Any) -> None:
+    def refused(name: str, sentence: str, *x: Tensor, **options: Any) -> None:
         with pytest.raises(rc.RecipeError, match=f"cannot run this call: .*{sentence}"):
-            rc.recall(name, *x, engine="fla", **given)
+            rc.recall(name, *x, engine="fla", **options)
 
     refused("delta_net", "TF32, and .* is 'highest'", grown, k, v, gates={"lr": lr})
     requested = {"gates": {"lr": lr}, "precision": "float32"}
@@ -414,16 +415,16 @@ def test_calls_that_are_not_taken_say_why() -> None:
 
 
 @pytest.mark.usefixtures("anywhere")
-def test_what_is_not_taken_goes_the_engines_way() -> None:
-    """With "auto" none of those calls is refused, and none changes."""
+def test_other_calls_take_the_path_of_the_engine() -> None:
+    """With "auto" none of those calls is refused or changed."""
     q, k, v = torch.randn(3, 1, 20, 2, 8, requires_grad=True)
-    given = {"lr": torch.rand(1, 20, 2)}
-    y, _ = rc.recall("delta_net", q, k, v, given)
-    assert torch.equal(y, rc.recall("delta_net", q, k, v, given, engine="torch")[0])
+    gates = {"lr": torch.rand(1, 20, 2)}
+    y, _ = rc.recall("delta_net", q, k, v, gates)
+    assert torch.equal(y, rc.recall("delta_net", q, k, v, gates, engine="torch")[0])
 
 
 @pytest.mark.parametrize(
-    ("precision", "given", "taken"),
+    ("precision", "dtype", "taken"),
     [
         (None, torch.float32, None),
         (None, torch.bfloat16, torch.bfloat16),
@@ -432,11 +433,11 @@ def test_what_is_not_taken_goes_the_engines_way() -> None:
         ("tf32", torch.bfloat16, torch.float32),
     ],
 )
-def test_kernels_multiply_what_was_asked_for(
-    precision: str | None, given: torch.dtype, taken: torch.dtype | None
+def test_kernels_multiply_in_the_requested_precision(
+    precision: str | None, dtype: torch.dtype, taken: torch.dtype | None
 ) -> None:
     with matmul_precision(precision, "cuda"):
-        assert choose.allowed(given) is taken
+        assert choose.allowed(dtype) is taken
 
 
 # -- on the pretended GPU --------------------------------------------------------------------------
@@ -466,16 +467,19 @@ def test_layers_on_a_gpu_call_them(names: list[str]) -> None:
         assert called["cpu"] == []
         assert tuple(called["training"]) == single, one["name"]
         assert called["decoding"][:1] == [*single]
-        recurs = single and single[0].startswith("chunk") and "mesa" not in single[0]
-        assert len(called["decoding"]) == (2 if recurs else len(single))
-        far = [f"{part}: {one[part]:.1e}" for part, near in NEAR.items() if not one[part] <= near]
-        assert not far, f"{one['name']}: {far}"
+        is_recurrent = single and single[0].startswith("chunk") and "mesa" not in single[0]
+        assert len(called["decoding"]) == (2 if is_recurrent else len(single))
+        errors = [
+            f"{part}: {one[part]:.1e}" for part, near in NEAR.items() if not one[part] <= near
+        ]
+        assert not errors, f"{one['name']}: {errors}"
 
 
 # -- the package's kernels -------------------------------------------------------------------------
 
-# Of ‖·‖: products of operands with 10 bits (TF32, fp16) or 7 (bf16), errors of 2^−11 and 2^−8
-# each. A decay's gradient is a difference of such sums, and the smaller the stronger it decays.
+# Relative to ‖·‖: products of operands with 10 bits (TF32, fp16) or 7 (bf16), errors of 2^−11 and
+# 2^−8 each. The gradient of a decay is a difference of such sums, which is smaller for a stronger
+# decay.
 TF32, BF16, SINGLE = 2e-3, 1e-2, 2e-6
 FAINT = 1e-2
 
@@ -485,7 +489,7 @@ def _bound(name: str, part: str) -> float:
     if "bf16" in name:
         return 3 * BF16 if quotient else BF16
     if name.startswith(("token by token", "fused")) or ("twice" in name and part.startswith("d")):
-        return SINGLE  # float32, or this library's own way
+        return SINGLE  # float32, or the path of this library
     if quotient:
         return 2 * TF32
     return FAINT if part == "d log_decay" and "strong" in name else TF32
@@ -519,8 +523,8 @@ OTHERS = [name for name in SETS["quick"] if name not in ONE_CASE_EACH]
         ),
     ],
 )
-def test_kernels_are_the_reference(cases: Sequence[str], request: pytest.FixtureRequest) -> None:
-    # A set that is named claims another device.
+def test_kernels_equal_the_reference(cases: Sequence[str], request: pytest.FixtureRequest) -> None:
+    # A named set claims another device.
     named = request.node.callspec.id
     result = printed("operators", *([named] if named in SETS else cases))
     assert [one["name"] for one in result] == [*cases]
@@ -528,18 +532,16 @@ def test_kernels_are_the_reference(cases: Sequence[str], request: pytest.Fixture
         name = one["name"]
         if not name.startswith("token by token"):
             assert one["ran"] == [name.partition(",")[0].partition(" ")[0]]
-        far = [
-            f"{part}: {far:.1e}"
-            for part, far in one["far"].items()
-            if not far <= _bound(name, part)
+        errors = [
+            f"{part}: {x:.1e}" for part, x in one["far"].items() if not x <= _bound(name, part)
         ]
-        assert not far, f"{name}: {far}"
+        assert not errors, f"{name}: {errors}"
 
 
 # -- on a GPU --------------------------------------------------------------------------------------
 
 ON_CUDA = [name for name, case in CASES.items() if case.decoded or case.dtype != torch.float32]
-"""In 16 bits, and tokens one by one, whose kernels multiply in float32."""
+"""In 16 bits, and token by token, whose kernels multiply in float32."""
 
 
 @pytest.mark.gpu
@@ -549,10 +551,10 @@ ON_CUDA = [name for name, case in CASES.items() if case.decoded or case.dtype !=
 def test_kernels_on_a_gpu(
     name: str, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
 ) -> None:
-    """The package's own kernels, compiled, against the reference in float64 on the CPU.
+    """The package's kernels, compiled, against the reference in float64 on the CPU.
 
-    The first configuration of each: to try all takes minutes a case, and which of them is taken
-    where it is timed is looked at there.
+    With the first configuration of each, because trying all takes minutes per case. Timed runs test
+    the selected one.
     """
     autotuner = importlib.import_module("triton.runtime.autotuner").Autotuner
     run = autotuner.run
@@ -564,17 +566,17 @@ def test_kernels_on_a_gpu(
     monkeypatch.setattr(autotuner, "run", first)
     ran: list[str] = []
 
-    def asked(module: str, wanted: str) -> Any:
-        ran.append(wanted)
-        return function(module, wanted)
+    def requested(module: str, operator: str) -> Any:
+        ran.append(operator)
+        return function(module, operator)
 
-    monkeypatch.setattr(recurrences, "function", asked)
-    monkeypatch.setattr(calls, "function", asked)
+    monkeypatch.setattr(recurrences, "function", requested)
+    monkeypatch.setattr(calls, "function", requested)
     theirs, exact = solved(CASES[name], "fla", device="cuda"), solved(CASES[name], "reference")
     assert ran, "nothing of the package ran"
     assert theirs.keys() == exact.keys()
     away = {part: distance(x, exact[part]) for part, x in theirs.items()}
     record_property("operator", ", ".join(dict.fromkeys(ran)))
     record_property("worst", max(away.values()))
-    far = [f"{part}: {x:.1e}" for part, x in away.items() if not x <= _bound(name, part)]
-    assert not far, f"{name}: {far}"
+    errors = [f"{part}: {x:.1e}" for part, x in away.items() if not x <= _bound(name, part)]
+    assert not errors, f"{name}: {errors}"

@@ -1,8 +1,8 @@
-"""Presets on a device that pretends to be a GPU: the CPU's numbers, within budgets.
+"""Presets on a device that pretends to be a GPU: the CPU's results, within budgets.
 
-`budgets.json` holds, for every preset, the launches, syncs and host-to-device copies of a forward,
-a backward, a prompt and the tokens decoded after it (`tests.gpu.measure`). No number may grow;
-``python -m tests.gpu.measure --write`` lowers those that have shrunk.
+`budgets.json` contains, for every preset, the launches, syncs and host-to-device copies of a
+forward, a backward, a prompt and the tokens decoded after it (`tests.gpu.measure`). No number may
+grow; ``python -m tests.gpu.measure --write`` lowers those that have shrunk.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from tests.gpu.printed import printed
 
 import recollect as rc
 
-HERE = Path(__file__).parent
-BUDGETS: dict[str, Any] = json.loads((HERE / "budgets.json").read_text())
+FOLDER = Path(__file__).parent
+BUDGETS: dict[str, Any] = json.loads((FOLDER / "budgets.json").read_text())
 KINDS = ("launches", "syncs", "copies")
 
-# Numbers of the same algorithm in another order of operations.
+# Results of one algorithm in another order of operations.
 NEAR = {"y": 1e-5, "decoded": 1e-5, "gradient": 1e-3}
-# Its systems of K(K + 3)/2 monomials are so badly conditioned that rounding grows a hundredfold.
-FAR = {"local_quadratic_attention": 1e-4}
+# Its systems of K(K + 3)/2 monomials have a condition that multiplies rounding by a hundred.
+LOOSE = {"local_quadratic_attention": 1e-4}
 
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 pytestmark = pytest.mark.skipif(
@@ -41,7 +41,7 @@ SLOW = (
     "atlas_plus_plus",
     "local_quadratic_attention",
 )
-"""Presets that solve anew at every token, or in many steps: seconds each."""
+"""Presets that solve again at every token, or in many steps: seconds each."""
 
 
 QUICK = (
@@ -56,7 +56,7 @@ QUICK = (
     "fox",
     "delta_former",
 )
-"""A preset of each way to run, for `make test`."""
+"""One preset per execution mode, for `make test`."""
 
 
 def _groups() -> list[Any]:
@@ -79,19 +79,19 @@ def _groups() -> list[Any]:
     ]
 
 
-def _grown(found: dict[str, Any]) -> list[str]:
-    """A line for every number of a preset that is above its budget."""
-    name, lines = found["name"], []
+def _grown(measured: dict[str, Any]) -> list[str]:
+    """Return a line for every number of a preset that is above its budget."""
+    name, lines = measured["name"], []
     budget = BUDGETS["presets"].get(name, {})
-    for part, stretch in found["stretches"].items():
+    for part, stretch in measured["stretches"].items():
         for kind, maximum in zip(KINDS, budget.get(part, (0, 0, 0)), strict=True):
             sites = stretch[kind]
             now = sites if kind == "launches" else sum(sites.values())
             if kind == "launches" and BUDGETS["torch"] != ".".join(map(str, VERSION)):
-                continue  # another version cuts its operations otherwise
+                continue  # another version divides its operations differently
             if now > maximum:
-                where = "" if kind == "launches" else f": {sites}"
-                lines.append(f"{name} {part}: {now} {kind}, budget {maximum}{where}")
+                details = "" if kind == "launches" else f": {sites}"
+                lines.append(f"{name} {part}: {now} {kind}, budget {maximum}{details}")
     return lines
 
 
@@ -99,11 +99,11 @@ def _grown(found: dict[str, Any]) -> list[str]:
 def test_presets_on_a_device(names: list[str]) -> None:
     result = printed("measure", *names)
     assert [one["name"] for one in result] == names
-    far = [
+    errors = [
         f"{one['name']}: {what} {one[what]:.1e} from the CPU's"
         for one in result
         for what, near in NEAR.items()
-        if not one.get(what, 0.0) <= max(near, FAR.get(one["name"], 0.0))
+        if not one.get(what, 0.0) <= max(near, LOOSE.get(one["name"], 0.0))
     ]
     mixed = [
         f"{one['name']} {part}: a CPU tensor beside the device's: {stretch['mixed']}"
@@ -112,7 +112,7 @@ def test_presets_on_a_device(names: list[str]) -> None:
         if stretch["mixed"]
     ]
     grown = [line for one in result for line in _grown(one)]
-    assert not far + mixed + grown, "\n".join(far + mixed + grown)
+    assert not errors + mixed + grown, "\n".join(errors + mixed + grown)
 
 
 TURNED = (
@@ -127,8 +127,8 @@ TURNED = (
     "names",
     [pytest.param(x, id=x[0], marks=pytest.mark.slow) for x in TURNED],
 )
-def test_what_is_not_looked_at_is_not_overlooked(names: list[str]) -> None:
-    """Padding, packing, resets, choices of rows, weights that change, decays beyond float32."""
+def test_decisions_without_values_are_exact(names: list[str]) -> None:
+    """Padding, packing, resets, selected rows, changed weights, decays beyond float32."""
     result = printed("turns", *names)
     assert {name for name, _, _ in result} == set(names)
     assert not [one for one in result if not one[2] <= NEAR["y"]]
@@ -157,13 +157,13 @@ def test_launches_of_a_long_sequence(name: str, tokens: int, limit: int) -> None
 
 
 @pytest.mark.parametrize(
-    ("name", "most"),
+    ("name", "maximum"),
     [(name, 25) for name in ("linear_attention", "gla", "mamba2", "delta_net", "gated_delta_net")],
 )
-def test_launches_of_a_decoded_token(name: str, most: int) -> None:
+def test_launches_of_a_decoded_token(name: str, maximum: int) -> None:
     tokens = 4  # of `tests.gpu.measure`
     launches, syncs, copies = BUDGETS["presets"][name]["decode"]
-    assert launches <= tokens * most
+    assert launches <= tokens * maximum
     assert (syncs, copies) == (0, 0)
 
 
@@ -193,10 +193,10 @@ os._exit(0)
 """
 
 
-def test_the_device_counts_what_a_gpu_would_do() -> None:
+def test_device_counts_the_work_of_a_gpu() -> None:
     done = subprocess.run(
         [sys.executable, "-u", "-W", "ignore", "-c", COUNTED],
-        cwd=HERE.parents[1],
+        cwd=FOLDER.parents[1],
         capture_output=True,
         text=True,
         check=False,
@@ -213,11 +213,11 @@ def test_the_device_counts_what_a_gpu_would_do() -> None:
 
 
 FEWER = {10: (3e-3, 5e-2), 7: (2e-2, 4e-1)}
-"""By bits of what products multiply (10: TF32, 7: bfloat16): outputs, worst gradient."""
+"""By bits of operands (10: TF32, 7: bfloat16): outputs, worst gradient."""
 
 ROUNDED = ("gated_delta_net", "titans", "softmax_attention", "rls")
-LEAP = "elastic_net_proximal"  # its soft threshold: a number on its other side has another slope
-LEFT = [name for name in rc.zoo.names() if name not in (*SLOW, *ROUNDED, LEAP)]
+LEAP = "elastic_net_proximal"  # its soft threshold: a number on the other side has another slope
+OTHERS = [name for name in rc.zoo.names() if name not in (*SLOW, *ROUNDED, LEAP)]
 
 
 @pytest.mark.parametrize(
@@ -227,22 +227,22 @@ LEFT = [name for name in rc.zoo.names() if name not in (*SLOW, *ROUNDED, LEAP)]
 )
 @pytest.mark.parametrize(
     "names",
-    [pytest.param(ROUNDED, id="some"), pytest.param(LEFT, id="rest", marks=pytest.mark.slow)],
+    [pytest.param(ROUNDED, id="some"), pytest.param(OTHERS, id="rest", marks=pytest.mark.slow)],
 )
 def test_products_of_tensor_cores(names: tuple[str, ...], bits: int) -> None:
-    """Rounded operands and float32 sums: outputs are off by the rounding, decoded tokens too."""
-    far, slope = FEWER[bits]
+    """Rounded operands and float32 sums: outputs and decoded tokens are off by the rounding."""
+    tolerance, slope = FEWER[bits]
     for one in printed("measure", "--bits", str(bits), *names):
-        assert 2.0 ** -(bits + 6) < one["y"] <= far, one["name"]
-        assert one.get("decoded", 0.0) <= 2 * far, one["name"]
+        assert 2.0 ** -(bits + 6) < one["y"] <= tolerance, one["name"]
+        assert one.get("decoded", 0.0) <= 2 * tolerance, one["name"]
         assert one["gradient"] <= slope, one["name"]
 
 
 CANCELS = ("mlstm", LEAP)
-"""Of a log rate's bias a normaliser leaves a gradient of next to nothing; a threshold's leaps."""
+"""A normaliser leaves almost no gradient by the bias of a log rate; a threshold's has jumps."""
 
 FLOAT64 = ("swdt",)
-"""A device that does not look at decays keeps such keys in float64, and multiplies them there."""
+"""A device that does not read decays has such keys in float64, and multiplies them in float64."""
 
 
 @pytest.mark.parametrize(
@@ -256,24 +256,24 @@ FLOAT64 = ("swdt",)
     "names",
     [
         pytest.param(ROUNDED, id="some"),
-        pytest.param([*LEFT, LEAP], id="rest", marks=pytest.mark.slow),
+        pytest.param([*OTHERS, LEAP], id="rest", marks=pytest.mark.slow),
     ],
 )
 def test_precision_of_a_layer(names: tuple[str, ...], precision: str, bits: int) -> None:
-    """Asked of the layer: its memory's products alone take fewer bits, in every pass.
+    """The layer's option: only the products of its memory have fewer bits, in every pass.
 
-    TF32 is what PyTorch's switch says while the device multiplies, and it stays nowhere else.
+    PyTorch's switch is TF32 while the device multiplies, and unchanged at other times.
     """
-    far, slope = FEWER.get(bits, (NEAR["y"], NEAR["gradient"]))
+    tolerance, slope = FEWER.get(bits, (NEAR["y"], NEAR["gradient"]))
     for one in printed("measure", "--precision", precision, *names):
         name, recipe = one["name"], rc.zoo.get(one["name"]).recipe
         engine = rc.select_engine(recipe).engine
         exact = bits == 23 or engine.float32_reason(recipe) is not None
-        maximum = max(NEAR["y"], FAR.get(name, 0.0)) if exact else far
+        maximum = max(NEAR["y"], LOOSE.get(name, 0.0)) if exact else tolerance
         assert one["y"] <= maximum, name
         assert one.get("decoded", 0.0) <= 2 * maximum, name
         if name not in CANCELS or exact:
-            assert one["gradient"] <= max(slope, FAR.get(name, 0.0)), name
+            assert one["gradient"] <= max(slope, LOOSE.get(name, 0.0)), name
         # Fused attention follows no switch, and some memories multiply no matrices.
         fused = engine.name == "kernel" and precision == "tf32"
         if not exact and not fused and name not in ("lru", "rg_lru", *FLOAT64):

@@ -1,6 +1,6 @@
-"""A compiled token's launches on a GPU, counted in the code that is generated for one.
+"""Launches of a compiled token on a GPU, counted in the generated code.
 
-An aim of ours, not a law: 25 a layer and token of linear memories, 60 of deep ones.
+The targets are ours: 25 per layer and token of linear memories, 60 of deep ones.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ GENERAL = ("yaad", "moneta", "memora", "omega_net", "atlas", "atlas_plus_plus")
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("names", "most"),
+    ("names", "maximum"),
     [
         pytest.param(LINEAR, 25, id="linear"),
         pytest.param(CHAINS, 60, id="chains"),
         pytest.param(GENERAL, 60, id="general"),
     ],
 )
-def test_launches_of_a_compiled_token(names: tuple[str, ...], most: int) -> None:
+def test_launches_of_a_compiled_token(names: tuple[str, ...], maximum: int) -> None:
     result = printed("generated", *names)
     assert [one["name"] for one in result] == list(names)
-    assert not [one for one in result if not 0 < one["mean"] <= most]
+    assert not [one for one in result if not 0 < one["mean"] <= maximum]

@@ -1,8 +1,8 @@
 """Decoding and training steps as recorded graphs, on a device that pretends to be a GPU.
 
-What a CUDA graph does is done by `tests.gpu.pretend.record`: operations are run again in the memory
-of the first time, and no line of the library between them. What comes of it is held to the layer
-itself on the CPU, token by token, in float64.
+`tests.gpu.pretend.record` acts like a CUDA graph: operations are replayed in the memory of the
+first run, without Python code between them. The oracle is the layer on the CPU, token by token, in
+float64.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ os._exit(0)
 
 
 @pytest.mark.slow
-def test_that_a_wrong_graph_would_be_seen() -> None:
-    """Half the places do not fit together; a state left as it was differs; a look is refused."""
+def test_wrong_graphs_are_detected() -> None:
+    """Wrong positions are refused, an unchanged state differs, and a read of a value is refused."""
     done = subprocess.run(
         [sys.executable, "-u", "-W", "ignore", "-c", CHECKED],
         cwd=Path(__file__).parents[2],
@@ -102,9 +102,9 @@ def test_that_a_wrong_graph_would_be_seen() -> None:
         text=True,
         check=False,
     )
-    places, far, look = done.stdout.split()
+    places, distance, look = done.stdout.split()
     assert places == look == "refused", done.stderr[-2000:]
-    assert float(far) > 1e-3
+    assert float(distance) > 1e-3
 
 
 @pytest.mark.gpu

@@ -1,8 +1,8 @@
-"""Every preset on a CUDA device: the CPU's numbers, and no host wait beyond the budgets.
+"""Every preset on a CUDA device: the CPU's results, and host waits within the budgets.
 
 ``make test-gpu`` runs these; without a device they are skipped. ``RECOLLECT_TEST_DEVICE=cpu`` runs
-them on the CPU, against which nothing can differ: that shows that they run, and `test_it_can_fail`
-that they would say so.
+them on the CPU, with which all results are equal: this shows that they run, and `test_it_can_fail`
+that they detect an error.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from collections.abc import Callable
 import pytest
 import torch
 from tests.gpu import parity
-from tests.gpu.parity import DEVICE, HERE, MISSING, compare
-from tests.gpu.test_budgets import BUDGETS, CANCELS, FAR, FEWER, NEAR, SLOW
+from tests.gpu.parity import DEVICE, IS_AVAILABLE, MISSING, compare
+from tests.gpu.test_budgets import BUDGETS, CANCELS, FEWER, LOOSE, NEAR, SLOW
 from torch import nn
 
 import recollect as rc
 
 BITS = {"float32": 23, "tf32": 10}
-needs_device = pytest.mark.skipif(not HERE, reason=MISSING)
+needs_device = pytest.mark.skipif(not IS_AVAILABLE, reason=MISSING)
 
 
-def far(name: str, precision: str, found: dict[str, float]) -> list[str]:
-    """A line for every number that is too far from the CPU's."""
+def deviations(name: str, precision: str, measured: dict[str, float]) -> list[str]:
+    """Return a line for every number that is too far from the CPU's."""
     recipe = rc.zoo.get(name).recipe
     exact = (
         precision == "float32" or rc.select_engine(recipe).engine.float32_reason(recipe) is not None
@@ -34,14 +34,14 @@ def far(name: str, precision: str, found: dict[str, float]) -> list[str]:
     if name in CANCELS and not exact:
         del maximum["gradient"]
     return [
-        f"{name}, {precision}: {what} {found[what]:.1e} from the CPU's, at most {near:.0e}"
+        f"{name}, {precision}: {what} {measured[what]:.1e} from the CPU's, at most {near:.0e}"
         for what, near in maximum.items()
-        if not found.get(what, 0.0) <= max(near, FAR.get(name, 0.0))
+        if not measured.get(what, 0.0) <= max(near, LOOSE.get(name, 0.0))
     ]
 
 
 def waited(name: str, lines: dict[str, list[str]]) -> list[str]:
-    """A line for every stretch in which the host waited more often than its budget says."""
+    """Return a line for every stretch with more host waits than its budget."""
     budget = BUDGETS["presets"][name]
     return [
         f"{name} {part}: the host waited {len(sites)} times, budget {sum(budget[part][1:])}: "
@@ -61,14 +61,14 @@ def test_preset(name: str, precision: str, record_property: Callable[[str, objec
     result = compare(name, precision=precision)
     for what, value in result.items():
         record_property(what, json.dumps(value))
-    problems = far(name, precision, result) + waited(name, result["waits"])
+    problems = deviations(name, precision, result) + waited(name, result["waits"])
     assert not problems, "\n".join(problems)
 
 
 @pytest.mark.gpu
 @needs_device
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="a CPU never waits")
-def test_a_wait_is_seen() -> None:
+def test_wait_is_detected() -> None:
     waits = parity.Waits()
     x = torch.ones(3, device=DEVICE)
     waits.run("asks", lambda: x.sum().item())
@@ -78,19 +78,19 @@ def test_a_wait_is_seen() -> None:
 
 
 def test_it_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device whose first weight is off by a hundredth is seen in all three numbers."""
+    """A device whose first weight is off by a hundredth is detected in all three numbers."""
 
     def wrong(layer: nn.Module) -> nn.Module:
-        there = copied(layer)
+        moved = copied(layer)
         with torch.no_grad():
-            next(there.parameters()).mul_(1 + 1e-2)
-        return there
+            next(moved.parameters()).mul_(1 + 1e-2)
+        return moved
 
     copied = parity.moved
     monkeypatch.setattr(parity, "DEVICE", torch.device("cpu"))
-    assert not far("gated_delta_net", "float32", compare("gated_delta_net"))
+    assert not deviations("gated_delta_net", "float32", compare("gated_delta_net"))
     monkeypatch.setattr(parity, "moved", wrong)
-    lines = far("gated_delta_net", "float32", compare("gated_delta_net"))
+    lines = deviations("gated_delta_net", "float32", compare("gated_delta_net"))
     assert len(lines) == 3
     sites = {"decode": ["layer.py:7"], "forward": []}
     assert waited("gated_delta_net", sites) == [

@@ -63,7 +63,7 @@ def test_results_equal_the_definition(names: Sequence[str]) -> None:
     for one in results:
         case = CASES[one["name"]]
         ran = {"forward": 1, "backward": 1} if case.runs_kernels else {}
-        if case.chunk is not None:  # the backward pass runs three groups again
+        if case.chunk is not None:  # the backward pass reruns three groups
             ran = {"forward": 6, "backward": 3}
         assert one["ran"] == ran, one["name"]
         wrong = {part: x for part, x in one["errors"].items() if not x <= bound(case, part)}
@@ -113,7 +113,7 @@ def test_the_interpreter_rounds_casts_to_nearest() -> None:
 def selected(
     A: tuple[int, int] = (64, 16), R: int = 16, Q: int = 16, N: int = 2, **more: Any
 ) -> bool:
-    """Whether the kernels are selected for maps with so many hidden units and channels."""
+    """Whether the kernels are selected for this number of hidden units and channels."""
     (W, D), dtype, keys = A, more.pop("dtype", torch.float32), more.pop("keys", None)
     bias = more.pop("bias", rc.bias.L2())
     target = 1.0 if more.pop("share", True) else None
@@ -123,7 +123,7 @@ def selected(
     return recurrence.select_runner(maps, output_head, keys, Q) is not None
 
 
-def test_a_cpu_takes_its_own_loop() -> None:
+def test_cpu_runs_the_loop() -> None:
     assert not selected()
 
 
@@ -156,7 +156,7 @@ def test_a_device_needs_triton_and_its_products(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("device", ["fake", "meta"])
-def test_shapes_alone_launch_nothing(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_meta_tensors_launch_nothing(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in ("cpu", "meta"):
         monkeypatch.setitem(recurrence.LAUNCHERS, kind, lambda *_: None)
     with FakeTensorMode() if device == "fake" else torch.device("meta"):
@@ -230,7 +230,7 @@ def test_a_trial_does_not_depend_on_defaults(agrees: Any) -> None:
 
 
 def test_a_trial_inside_a_checkpoint(agrees: Any) -> None:
-    """The checkpoint runs its function again for its own gradient, not for those of the trial."""
+    """The checkpoint runs its function again for its gradient, not for those of the trial."""
     x, calls, results = torch.linspace(-1.0, 1.0, 5).requires_grad_(), list[int](), list[bool]()
 
     def function(x: Tensor) -> Tensor:
@@ -284,7 +284,7 @@ def test_a_trial_without_memory_is_repeated(agrees: Any) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason=MISSING)
 @pytest.mark.parametrize("name", ["titans in float32", "rows that end early", "without a norm"])
 def test_results_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled, against the definition, and the same bits each time."""
+    """Compiled, against the definition, with equal bits each time."""
     case, ran = CASES[name], Counter[str]()
     inputs = {part: x.float() for part, x in inputs_of(case).items()}
 

@@ -1,7 +1,7 @@
-"""What a device must not overlook when it decides without looking at values.
+"""Calls in which a device decides without reading values.
 
-``python -m tests.gpu.turns`` prints, for each turn that a call may take, how far the device's
-numbers are from the CPU's (a process of its own, as `tests.gpu.measure`).
+``python -m tests.gpu.turns`` prints, for each call, the distance of the device's results from the
+CPU's (a separate process, like `tests.gpu.measure`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import recollect as rc
 
 Send = Callable[[Tensor], Tensor]
-Turn = Callable[[nn.Module, Send], Iterator[Tensor]]
+Scenario = Callable[[nn.Module, Send], Iterator[Tensor]]
 
 WIDTH = 16
 
@@ -31,7 +31,7 @@ def tokens(*shape: int) -> Tensor:
 
 
 def trained_between_tokens(layer: nn.Module, send: Send) -> Iterator[Tensor]:
-    """What was kept of the open inner batch was made with weights that are no more."""
+    """Stored tensors of the open inner batch were computed with earlier weights."""
     x = tokens(1, 9)
     _, state = layer(send(x[:, :5]))
     for t in range(5, 8):
@@ -43,7 +43,7 @@ def trained_between_tokens(layer: nn.Module, send: Send) -> Iterator[Tensor]:
 
 
 def padded(layer: nn.Module, send: Send) -> Iterator[Tensor]:
-    """Rows of different lengths, then a token of each, which stand at different places."""
+    """Rows of different lengths, then a token of each at different positions."""
     x, mask = tokens(3, 20), torch.ones(3, 20, dtype=torch.bool)
     mask[0, :7], mask[1, 3:] = False, False
     y, state = layer(send(x), attention_mask=send(mask))
@@ -74,14 +74,14 @@ def chosen_rows(layer: nn.Module, send: Send) -> Iterator[Tensor]:
 
 
 def far_decays(layer: nn.Module, send: Send) -> Iterator[Tensor]:
-    """Far beyond what float32 holds of their exponentials."""
+    """Decays whose exponentials are far below float32's range."""
     for name, parameter in layer.named_parameters():
         if "log_decay" in name:
             parameter.mul_(30.0)
     yield layer(send(30.0 * tokens(1, 70)))[0]
 
 
-TURNS: tuple[Turn, ...] = (
+SCENARIOS: tuple[Scenario, ...] = (
     trained_between_tokens, padded, rows_start_anew, packed, chosen_rows, far_decays,
 )  # fmt: skip
 PRESETS = (
@@ -91,26 +91,26 @@ PRESETS = (
 )  # fmt: skip
 
 
-REFUSED = {("geometric_rls", "far_decays")}  # not determined: the CPU says so
+REFUSED = {("geometric_rls", "far_decays")}  # undetermined: the CPU raises
 
 
 @torch.no_grad()
 def main(names: list[str]) -> None:
-    """Take every turn with every preset."""
+    """Run every call with every preset."""
     warnings.simplefilter("ignore")
     for name in names or PRESETS:
-        for turn in TURNS:
-            if (name, turn.__name__) in REFUSED:
+        for scenario in SCENARIOS:
+            if (name, scenario.__name__) in REFUSED:
                 continue
             torch.manual_seed(0)
             cpu = rc.zoo.get(name).build(d_model=WIDTH, num_heads=2)
-            there = pretend.put_module(cpu)
+            moved = pretend.put_module(cpu)
             result: list[list[Tensor]] = []
-            for layer, send in ((cpu, lambda x: x), (there, pretend.put)):
+            for layer, send in ((cpu, lambda x: x), (moved, pretend.put)):
                 with nullcontext() if layer is cpu else pretend.counted():
-                    result.append([pretend.host(y) for y in turn(layer, send)])
-            apart = max(distance(y, x) for x, y in zip(*result, strict=True))
-            print(json.dumps([name, turn.__name__, apart]), flush=True)
+                    result.append([pretend.host(y) for y in scenario(layer, send)])
+            error = max(distance(y, x) for x, y in zip(*result, strict=True))
+            print(json.dumps([name, scenario.__name__, error]), flush=True)
 
 
 if __name__ == "__main__":
