@@ -415,10 +415,11 @@ def check_tokens(
 
 def _check_dtype_and_device(x: Tensor, weight: Tensor) -> None:
     is_mixed = x.dtype != weight.dtype and weight.dtype in FLOAT_DTYPES
-    if is_mixed and not autocast_enabled(x.device.type):
+    is_cast = autocast_enabled(x.device.type) and torch.float64 not in (x.dtype, weight.dtype)
+    if is_mixed and not is_cast:
         raise ValueError(
             f"x is {x.dtype} and the layer {weight.dtype}: cast one of them, by "
-            f"x.to({weight.dtype}) or layer.to({x.dtype}), or run it under torch.autocast"
+            f"x.to({weight.dtype}) or layer.to({x.dtype}), or run float32 under torch.autocast"
         )
     if x.device != weight.device and weight.device.type != "meta":  # offloaded weights are on meta
         raise ValueError(f"x is on {x.device} and the layer on {weight.device}: move one of them")

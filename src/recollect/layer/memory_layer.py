@@ -316,7 +316,7 @@ class MemoryLayer(RecipeModule):
         if state is not None:
             self.check_state_shapes(state)
         options, n, K = self.options, self.recipe.associations_per_token, self.head_dim
-        if self.shift is None:
+        if self.shift is None and isinstance(self.qkv.weight, Tensor):  # not a quantised map
             x = x.to(product_dtype(x))  # autocast would copy x for every projection
         shifted, last_token = self.shift_tokens(x, state, lengths, cu_seqlens)
         u, conv_state, conv = self.project_qkv(x, shifted), None, self.conv

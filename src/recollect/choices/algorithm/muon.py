@@ -32,8 +32,9 @@ MAX_FUSED = 3
 """Maximum number of iterations that are computed from one Gram matrix, without loss of accuracy in
 float32. Five iterations lose two digits (`docs/design/deep-engine.md`)."""
 
-NEGLIGIBLE = 1e-14
-"""Largest entries of rows that are 0 in float32 on a CPU, relative to the largest entry."""
+NEGLIGIBLE = 5e-12
+"""Largest results of rows that are 0 in float32 on a CPU. Each iteration multiplies small singular
+values by the first of `NS_COEFFICIENTS`."""
 
 
 def newton_schulz(S: Tensor, steps: int) -> Tensor:
@@ -64,7 +65,7 @@ def newton_schulz(S: Tensor, steps: int) -> Tensor:
     X = wide.flatten(0, -3) if wide.dim() > 2 else wide.unsqueeze(0)
     max_fused = _fusable_iterations(S)
     with without_autocast(S.device.type):
-        X, unit = _divided_by_largest(X)
+        X, unit = _divided_by_largest(X, NEGLIGIBLE * NS_COEFFICIENTS[0] ** -steps)
         # ‖X‖² is the trace of the Gram matrix, which saves an intermediate of the size of X.
         G = gram(X)
         norm = safe_sqrt(G.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None])
@@ -78,11 +79,12 @@ def newton_schulz(S: Tensor, steps: int) -> Tensor:
     return X.mT if tall else X
 
 
-def _divided_by_largest(X: Tensor) -> tuple[Tensor, Tensor]:
+def _divided_by_largest(X: Tensor, negligible: float) -> tuple[Tensor, Tensor]:
     """Return ``X [n, s, l]`` over its largest absolute value, and this value (1 if X is 0).
 
-    Squares of entries of at most 1 do not overflow. Products of negligible rows would be subnormal
-    numbers, which a CPU multiplies many times slower. These rows become 0, and keep their gradient.
+    Squares of entries of at most 1 do not overflow. Products of rows below ``negligible`` would be
+    subnormal numbers, which a CPU multiplies many times slower. These rows become 0, and keep their
+    gradient.
     """
     values, on_cpu = X.detach(), X.device.type == "cpu"
     if on_cpu:  # eight times faster than the norm
@@ -93,7 +95,7 @@ def _divided_by_largest(X: Tensor) -> tuple[Tensor, Tensor]:
     unit = torch.where(unit == 0, 1.0, unit)
     X = X / unit
     if on_cpu and X.dtype == torch.float32:
-        is_negligible = (rows < NEGLIGIBLE * unit).to(X.dtype)
+        is_negligible = (rows < negligible * unit).to(X.dtype)
         X = torch.addcmul(X, X.detach(), is_negligible, value=-1)
     return X, unit
 

@@ -42,7 +42,7 @@ def gather_visible(
         rates = {
             name: torch.cat([buffer.rates[name].to(x), x], 1)
             for name, x in rates.items()
-            if name in buffer.rates
+            if name != problem.recipe.memory.slope_gate  # only queries have a slope
         }
         valid = torch.cat([buffer.mask, valid], dim=1)
     n, start = buffered + T, problem.state.position[:, None]

@@ -179,8 +179,10 @@ class DeepEngine(Engine):
             if stepped is not None:
                 return _stepped(problem, stepped)
         g = _batches_a_group(problem, method, grid, outer=outer)
-        # A chain forms groups of its own, after the coefficients of all batches.
-        size = grid.b * (g if method.chain is None else grid.N)
+        # A chain forms groups of its own, after the coefficients of all batches. The inputs of
+        # windows are copies, which only one group at a time should have.
+        forms_groups = method.chain is not None and grid.c == 1
+        size = grid.b * (grid.N if forms_groups else g)
         total, lead = grid.N * grid.b, len(grid.keys) + 1
         groups = [(s, min(s + size, total)) for s in range(0, total, size)]
         parts = [Part(x, grid.c - 1 if i < lead else 0) for i, x in enumerate(columns)]
@@ -204,7 +206,7 @@ class DeepEngine(Engine):
                 # The memory after the last inner batch is not needed.
                 layout = replace(layout, commits=[*layout.commits[:-1], False])
             if method.chain is not None:
-                uses_end = problem.uses_final_state
+                uses_end = problem.uses_final_state or (ends and len(groups) > 1)
                 y, end = _run_chain(method, layout, memory.like(memories), g, uses_end=uses_end)
             else:
                 y, end = run_inner_batches(method, layout, memory.like(memories))

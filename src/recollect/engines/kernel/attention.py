@@ -397,8 +397,11 @@ def _products(
             if mean and keys.stop > keys.start:
                 peak = score.detach().amax(-1, keepdim=True)
                 score = score - peak.clamp_min(torch.finfo(peak.dtype).min)
-            # Products with smaller weights are subnormal numbers, which are slow on a CPU.
-            score = functional.threshold(score.exp(), min_mass(score.dtype), 0.0)
+            # Products with smaller weights are subnormal numbers, which are slow on a CPU. Weights
+            # relative to 1 are negligible earlier.
+            bounded = mean or reweigh is not None
+            low = min_mass(score.dtype) if bounded else torch.finfo(score.dtype).tiny
+            score = functional.threshold(score.exp(), low, 0.0)
         else:
             score = kernel.kappa(q[..., queries, :], k[..., keys, :])
             if isinstance(bias, Tensor):

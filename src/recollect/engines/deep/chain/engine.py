@@ -57,7 +57,10 @@ def run_chain(
     uses_end: bool,  # whether the memory after the last batch is used
     kernels: bool = True,  # whether Triton kernels may run the recurrence
 ) -> tuple[Tensor, Weights, Weights | None]:
-    """Return outputs ``[N, P, b G, V]``, and W and S after the last batch if they are used."""
+    """Return outputs ``[N, P, b G, V]``, and W and S after the last batch.
+
+    W and S are the initial ones if ``uses_end`` is false.
+    """
     gates = {name: x.flatten(1, 2) for name, x in keys.items()}
     k, v = gates.pop("phi"), gates.pop("v")
     raw = gates.pop("raw", k)
@@ -354,7 +357,7 @@ def _reversed_spans(ctx: Any, inputs: ChainInputs) -> Iterator[_Span]:
     """Yield all spans from the last; a group that was not stored runs again."""
     for group, memory, spans in reversed(ctx.groups):
         if spans is None:
-            *_, spans = _run_group(ctx.spec, inputs, memory, ctx.commits, group)
+            spans = _run_group(ctx.spec, inputs, memory, ctx.commits, group)[2]
         yield from reversed(spans)
         del spans
 
