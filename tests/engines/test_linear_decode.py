@@ -18,7 +18,6 @@ from recollect.choices.features.finite import EluPlusOne, Identity
 from recollect.choices.retention.base import Decay, Keep, Retention
 from recollect.engines.common.problem import Problem
 from recollect.engines.kernel import softmax
-from recollect.engines.linear.decode import decodes_in_one_step
 from recollect.functional.binding import bind
 from recollect.functional.recall import memorise
 from recollect.testing.compare import assert_states_equal, gradients, largest_error
@@ -31,6 +30,10 @@ RETENTIONS = (
     Decay(per="key"),
     Decay(per="key", when="before"),
 )
+
+
+def decodes_in_one_step(recipe: rc.Recipe) -> bool:
+    return bind(recipe, H=2, K=4, V=3).plan.plain
 
 
 @pytest.mark.parametrize("retention", RETENTIONS, ids=str)

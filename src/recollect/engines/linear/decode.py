@@ -17,6 +17,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from recollect.engines.common.problem import Problem, factored_log_decay, state_dtype
+from recollect.state.state import State
+
 if TYPE_CHECKING:
     from recollect.recipe.bound import BoundRecipe
     from recollect.recipe.recipe import Recipe
@@ -25,6 +28,7 @@ __all__ = [
     "LinearPlan",
     "decodes_in_one_step",
     "erases_along_key",
+    "one_token",
     "per_value_systems",
     "scans",
     "step",
@@ -36,8 +40,9 @@ __all__ = [
 class LinearPlan:
     """Properties of a recipe for the linear engine, computed before any call."""
 
-    # whether the recursion above describes the recipe completely, without features, and without
-    # params other than gates and the scale of a decay
+    plain: bool  # whether the recursion above describes the recipe completely
+    # whether the recipe is plain, has no features, and has no params other than gates and the scale
+    # of a decay
     bare: bool
     decays_first: bool  # whether the error is measured after the decay
     transposed: bool  # whether the read is y = Aᵀ q
@@ -104,6 +109,26 @@ def decodes_in_one_step(recipe: Recipe) -> bool:
         and not (algorithm.per_value and algorithm.rate_depends_on_key)
         and (decay is None or decay.per in ("head", "key", "entry"))
     )
+
+
+def one_token(problem: Problem) -> tuple[Tensor, State]:
+    """Return outputs ``[B, 1, H, G, V]`` and the next state of a plain recipe without padding."""
+    bound, rates, position = problem.bound, problem.rates, problem.positions()
+    dtype = state_dtype(problem.q, problem.k, problem.v)
+    (start,) = problem.state.weights
+    B, H, V, F = start.shape
+    P = B * H
+    q = problem.phi(problem.q, "query", position).reshape(P, problem.q.shape[3], F)
+    k = problem.phi(problem.k.unsqueeze(3), "key", position)
+    lr, log_decay, scale = rates["lr"], rates.get("log_decay"), rates.get("decay_scale")
+    if log_decay is not None and scale is not None and scale.dim() > log_decay.dim():
+        log_decay = factored_log_decay(log_decay.unsqueeze(-1), scale)
+    if bound.rate_depends_on_key:
+        assert bound.affine is not None  # LinearEngine.unsupported_reasons
+        lr = bound.recipe.algorithm.rate(lr, k.square().sum(-1).squeeze(3), bound.affine[0])
+    k, v, A = k.reshape(P, 1, F), problem.v.to(dtype).reshape(P, 1, V), start.to(dtype)
+    y, updated = step(bound, bound.plan, q, k, v, A.reshape(P, V, F), lr, log_decay)
+    return y.view(B, 1, H, y.shape[1], V), problem.final_state(weights=(updated.view(B, H, V, F),))
 
 
 def step(

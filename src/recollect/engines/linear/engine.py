@@ -32,6 +32,7 @@ from recollect.engines.linear.decode import (
     LinearPlan,
     decodes_in_one_step,
     erases_along_key,
+    one_token,
     per_value_systems,
     scans,
     step,
@@ -106,10 +107,11 @@ class LinearEngine(Engine):
 
     def make_plan(self, bound: BoundRecipe) -> LinearPlan:
         recipe, gates = bound.recipe, set(bound.gates)
-        decay = recipe.retention.decay
+        decay, simple = recipe.retention.decay, decodes_in_one_step(bound.recipe)
         factors = ["decay_scale"] if decay is not None and decay.is_input_scaled else []
         return LinearPlan(
-            bare=decodes_in_one_step(recipe)
+            plain=simple,
+            bare=simple
             and not bound.needs_lowering
             and not bound.has_features
             and not recipe.algorithm.rate_depends_on_key
@@ -122,6 +124,9 @@ class LinearEngine(Engine):
         )
 
     def run(self, problem: Problem) -> tuple[Tensor, State]:
+        if problem.bound.plan.plain and problem.k.shape[1] == 1 and problem.lengths is None:
+            y, final_state = one_token(problem)
+            return y.to(problem.v.dtype), final_state
         solve = solve_vector if problem.recipe.memory.is_elementwise else _matrix
         y, A, S = solve(problem, linear_problem(problem))
         slots = {} if S is None else {"momentum": (S,)}
