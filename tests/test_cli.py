@@ -109,7 +109,7 @@ REFUSED_WITHOUT_TORCH = {
     "plan none.toml --devices 0": "Invalid value for '--devices'",
     "coordinates none.toml": "there is no file none.toml",
     "coordinates none.toml --widths a": "--widths must be numbers",
-    "export none out": "there is no file none",
+    "export none out": "there is no folder none",
     "generate folder --tokens 0": "Invalid value for '--tokens'",
     "adopt folder --tokens 0": "Invalid value for '--tokens'",
     "eval": "name a model and --tasks",
