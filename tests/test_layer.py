@@ -558,5 +558,9 @@ def test_quantized_linear_maps(name: str) -> None:
     y8, state = quantized(x)
     assert (y8 - y).norm() < 0.1 * y.norm()
     assert quantized(x[:, :1], state)[0].shape == (2, 1, D)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (quantized(x)[0] - y).norm() < 0.1 * y.norm()
+        with pytest.raises(ValueError, match=r"x is torch\.float64 and the layer torch\.float32"):
+            layer(x.double())
     with pytest.raises(ValueError, match="must have shape"):
         quantized(x[0])

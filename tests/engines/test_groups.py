@@ -81,6 +81,36 @@ def test_large_memory_stores_few_boundaries(
     assert wrong < 1e-8, f"{name}: {wrong:.1e}"
 
 
+@pytest.mark.parametrize("final", [True, False])
+def test_windows_of_chains_are_laid_out_group_by_group(
+    final: bool, groups: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their associations are copies: one group of them has the copies of its own batches."""
+    recipe = rc.Recipe(
+        memory=rc.memory.MLP(expansion=1),
+        context=rc.context.Window(size=3),
+        retention=rc.retention.Decay(),
+        algorithm=RULES["chain"],
+    )
+    x = generate.inputs(recipe, B=1, T=20, H=1).with_grad()
+    small(monkeypatch)
+    results: list[dict[str, Tensor]] = []
+    for method in ("deep", "reference"):
+        y, _ = rc.recall(
+            *(recipe, x.q, x.k, x.v, x.gates),
+            params=x.params,
+            initial_memory=x.init,
+            engine=method,
+            output_final_state=final,
+        )
+        leaves = {name: t for name, t in x.tensors().items() if t.requires_grad}
+        grads = torch.autograd.grad(y.sin().sum(), [*leaves.values()], allow_unused=True)
+        pairs = zip(leaves, grads, strict=True)
+        results.append({"y": y.detach(), **{k: g for k, g in pairs if g is not None}})
+    assert groups[0] > 1
+    assert generate.largest_error(*results)[0] < 1e-10
+
+
 def test_groups_stay_small_without_gradients(
     groups: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

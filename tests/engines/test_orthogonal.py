@@ -186,3 +186,12 @@ def test_tiny_rows_give_no_subnormal_products(tiny: float, monkeypatch: pytest.M
     y, slope, y32, slope32 = results
     torch.testing.assert_close(y32.double(), y, atol=1e-5, rtol=0)
     torch.testing.assert_close(slope32.double(), slope, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("steps", [15, 25])
+def test_rows_that_many_iterations_enlarge_are_kept(steps: int) -> None:
+    torch.manual_seed(0)
+    S = torch.randn(2, 8, 16, dtype=torch.float64)
+    S[:, 0] *= 1e-15
+    y = newton_schulz(S.float(), steps)
+    torch.testing.assert_close(y.double(), newton_schulz(S, steps), atol=1e-4, rtol=0)

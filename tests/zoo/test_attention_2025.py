@@ -354,6 +354,23 @@ def test_weights_of_stick_breaking_are_no_subnormal_numbers() -> None:
     assert y.flatten().tolist() == [0.0, 1.0, 0.0]  # e^−90 is 8e-40
 
 
+def test_plain_sums_keep_small_weights_of_large_values() -> None:
+    """e^−72 is 5e-32, which times values of 1e20 is no rounding error."""
+    recipe = rc.Recipe(
+        memory=rc.memory.LocalConstant(),
+        bias=rc.bias.DotProduct(),
+        context=rc.context.KernelWeighted(restrictions=(rc.context.KeyDecay(),)),
+        algorithm=rc.algorithm.Analytic(),
+    )
+    q, k = torch.full((1, 1, 1, 4), 4.0), torch.full((1, 1, 1, 4), -9.0)
+    v = torch.full((1, 1, 1, 4), 1e20)
+    gates = {"log_key_decay": torch.zeros(1, 1, 1, 4)}
+    y, _ = rc.recall(recipe, q, k, v, gates)
+    expected, _ = rc.recall(recipe, q.double(), k.double(), v.double(), gates, engine="reference")
+    torch.testing.assert_close(y.double(), expected, rtol=1e-4, atol=0)
+    assert expected.abs().min() > 0
+
+
 def test_restrictions_that_exclude_each_other_are_refused() -> None:
     two = (rc.context.KeyDecay(), rc.context.KeyReflection())
     with pytest.raises(rc.RecipeError, match="both move the keys"):
