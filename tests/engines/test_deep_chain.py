@@ -147,6 +147,15 @@ class Named(bias.Bias):
 
 CHAINS = _chains()
 CHAINS["a number called c"] = CHAINS["momentum"].replace(bias=Named())
+for name, start, sizes in (
+    ("a bias", "momentum", {"expansion": 2}),
+    ("a bias, mean", "mean", {"expansion": 2, "norm": "layer"}),
+    ("a bias, shares", "shares", {"depth": 3, "expansion": 1}),
+    ("a bias, one map", "window", {"depth": 1}),
+    ("a bias, a base", "a base, momentum", {"expansion": 2, "static_weights": True}),
+    ("a bias, an erasure", "an erasure", {"depth": 3, "expansion": 2, "residual": False}),
+):
+    CHAINS[name] = CHAINS[start].replace(memory=memory.MLP(**sizes, bias=True))
 
 
 def _threes(spec: object, group: tuple[int, int], start: object) -> list[tuple[int, int]]:
@@ -248,7 +257,7 @@ def test_single_precision_agrees() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"memory": memory.MLP(bias=True)},
+        {"memory": memory.GatedMLP()},
         {
             "retention": retention.Decay(per="key"),
             "algorithm": algorithm.GradientDescent(batch_size=3),
@@ -258,7 +267,7 @@ def test_single_precision_agrees() -> None:
             "algorithm": algorithm.Momentum(batch_size=3, momentum_on="value"),
         },
     ],
-    ids=["biases", "channels", "write only"],
+    ids=["gates", "channels", "write only"],
 )
 def test_other_memories_take_the_general_path(change: dict[str, Any]) -> None:
     recipe = CHAINS["momentum"].replace(**change)

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from recollect.choices.memory.base import Memory, Read, Stack
-from recollect.choices.memory.maps import activation
+from recollect.choices.memory.maps import activation, append_ones
 from recollect.choices.memory.norms import NORM_EPS
 from recollect.recipe.recipe import Recipe
 from recollect.testing.compare import require
@@ -70,9 +70,10 @@ def check_memory(memory: Memory) -> str | None:
     if memory.chain_activation is not None:
         bases = [params[name] for name in memory.base_params] or [torch.zeros(())] * len(weights)
         maps = [W + base for W, base in zip(weights, bases, strict=True)]
-        h = x @ maps[0].mT
-        for W in maps[1:]:
-            h = activation(memory.chain_activation)(h) @ W.mT
+        h = x
+        for index, (W, linear_map) in enumerate(zip(maps, memory.maps(4, 4), strict=True)):
+            inputs = activation(memory.chain_activation)(h) if index else h
+            h = append_ones(inputs, linear_map.bias) @ W.mT
         require_equal(
             prediction,
             memory.output_map(h, x, params),

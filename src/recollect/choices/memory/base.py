@@ -317,7 +317,8 @@ class Stack(Memory):
     def chain_activation(self) -> str | None:
         """Activation of a chain: linear maps, activations between them, and a last `output_map`.
 
-        Only `base_params` may be added to the maps. ``None`` for any other program.
+        Inputs of a map with a `bias` get a constant 1, and only `base_params` may be added to the
+        maps. ``None`` for any other program.
         """
         return None
 

@@ -111,7 +111,8 @@ class Matrix(Stack):
         return f"{error} {x}ᵀ"
 
 
-def _append_ones(h: Tensor, bias: bool) -> Tensor:
+def append_ones(h: Tensor, bias: bool) -> Tensor:
+    """Append a constant 1 to every input of a map with a bias."""
     if not bias:
         return h
     ones = cached_constant(torch.ones, 1, device=h.device, dtype=h.dtype)
@@ -323,8 +324,8 @@ class MLP(_Perceptron):
             )
 
     @property
-    def chain_activation(self) -> str | None:
-        return None if self.bias else self.activation
+    def chain_activation(self) -> str:
+        return self.activation
 
     def maps(self, F: int, V: int) -> tuple[LinearMap, ...]:
         widths = (F, *(self.expansion * V,) * (self.depth - 1), V)
@@ -342,9 +343,9 @@ class MLP(_Perceptron):
 
     def compute(self, apply: Apply, x: Tensor, raw: Tensor, params: Mapping[str, Tensor]) -> Tensor:
         apply = self._add_base(apply, params)
-        h = apply(0, _append_ones(x, self.bias))
+        h = apply(0, append_ones(x, self.bias))
         for index in range(1, self.depth):
-            h = apply(index, _append_ones(_ACTIVATIONS[self.activation](h), self.bias))
+            h = apply(index, append_ones(_ACTIVATIONS[self.activation](h), self.bias))
         return self.output_map(h, raw, params)
 
     def prediction_text(self, x: str, *, raw: str = "", W: str = "") -> str:
@@ -398,9 +399,9 @@ class GatedMLP(_Perceptron):
 
     def compute(self, apply: Apply, x: Tensor, raw: Tensor, params: Mapping[str, Tensor]) -> Tensor:
         apply = self._add_base(apply, params)
-        x = _append_ones(x, self.bias)
+        x = append_ones(x, self.bias)
         h = _ACTIVATIONS[self.activation](apply(0, x)) * apply(1, x)
-        return self.output_map(apply(2, _append_ones(h, self.bias)), raw, params)
+        return self.output_map(apply(2, append_ones(h, self.bias)), raw, params)
 
     def prediction_text(self, x: str, *, raw: str = "", W: str = "") -> str:
         W1, W2, W3 = (self._weights(name) for name in ("W1", "W2", "W3"))

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from recollect.choices.algorithm.normalized_steps import EPS
 from recollect.choices.memory.norms import NORM_EPS, layer_norm_vjp
@@ -103,7 +104,9 @@ def backward_read(
             lefts.append(scaled)
             rights.append(cache.x)
         x = x.baddbmm_(mask, h)
-        z = x if cache.z is None else spec.activation.vjp(x, cache.z)
+        z = x
+        if cache.z is not None:
+            z = spec.activation.vjp(x[..., : cache.z.shape[-1]], cache.z)
     if trace.rho is not None:
         grad_C.mul_(trace.rho.flatten(0, 1).unsqueeze(1))
     grads = {"q": z, "C": grad_C}
@@ -141,6 +144,7 @@ def backward(
     maps = [
         _MapGradient(spec, i, trace, read_gradients, grad) for i, grad in enumerate(final_grads)
     ]
+    widths = [z.shape[-1] for z in trace.z]  # of the maps' outputs, without inputs of a bias
     derivative = [spec.activation.derivative(z).unbind(0) for z in trace.z[:-1]]
     second_derivative = [
         spec.activation.second_derivative(z).mul_(u).unbind(0)
@@ -169,7 +173,7 @@ def backward(
         grad_u = Tensors()  # of every map but the first
         for i in range(L - 1):
             grad_u.append(grad_delta[i][n] * derivative[i][n])
-            grad_delta[i + 1][n].baddbmm_(grad_u[i], A[i + 1][n])
+            grad_delta[i + 1][n].baddbmm_(grad_u[i], A[i + 1][n][:, : widths[i]])
         grad_z = head.grad_z(n, grad_delta[-1][n])
         for i in reversed(range(L)):
             if grad_erased is not None:
@@ -177,7 +181,7 @@ def backward(
             grad_h[i][n].baddbmm_(grad_z, A[i][n].mT)
             maps[i].accumulate(n, grad_u[i - 1] if i else None, grad_z)
             if i:
-                grad_z = grad_h[i][n] * derivative[i - 1][n]
+                grad_z = grad_h[i][n][..., : widths[i - 1]] * derivative[i - 1][n]
                 grad_z.addcmul_(grad_delta[i - 1][n], second_derivative[i - 1][n])
     grads = head.other_gradients(needs, read_gradients.delta[-1])
     grads["k"] = read_gradients.h[0]
@@ -257,6 +261,9 @@ class _MapGradient:
         pairs = [(narrow, grad_z) if self.transposed else (grad_z, wide)]
         if grad_u is not None:
             delta = self.delta[n]
+            bias = (narrow if self.transposed else wide).shape[-1] - grad_u.shape[-1]
+            if bias:
+                grad_u = functional.pad(grad_u, (0, bias))
             pairs.append((grad_u, delta) if self.transposed else (delta, grad_u))
         grad_A, on_cpu = stacked[:, :narrow_size], is_cpu(stacked)
         if on_cpu and grad_u is not None:

@@ -27,7 +27,7 @@ from recollect.engines.deep.chain.chain import (
     ForwardTrace,
     OutputHead,
 )
-from recollect.engines.deep.chain.forward import ReadCache, forward, is_cpu, read
+from recollect.engines.deep.chain.forward import ReadCache, forward, is_cpu, map_input, read
 from recollect.engines.deep.recurrence import RecurrenceRunner, agrees, select_runner
 from recollect.engines.deep.recurrence.launch import launch as launch_recurrence
 from recollect.engines.deep.step_coefficients import Table
@@ -64,7 +64,10 @@ def run_chain(
     gates = {name: x.flatten(1, 2) for name, x in keys.items()}
     k, v = gates.pop("phi"), gates.pop("v")
     raw = gates.pop("raw", k)
+    q = queries[0].flatten(1, 2)
+    raw_queries = q if queries[1] is None else queries[1].flatten(1, 2)
     output_head, (W, S) = chain.output_head(keys["v"].shape[2]), memory
+    k, q = (map_input(x, W[0].shape[-1]) for x in (k, q))
     bases = chain.base_weights(W, params)
     decays_to_base = bool(bases) and table.a is not None
     params = {name: params[name] for name in chain.params}
@@ -89,8 +92,6 @@ def run_chain(
         for of_map, is_in_out in zip(zip(*stacks, strict=True), spec.transposed, strict=True)
     ]
     T, c = _transitions(table, decays_to_base=decays_to_base)
-    q, raw_queries = (None if x is None else x.flatten(1, 2) for x in queries)
-    assert q is not None
     C, scale = _read_coefficients(table, q, decays_to_base=decays_to_base)
     inputs = ChainInputs(
         k=k,
@@ -104,7 +105,7 @@ def run_chain(
         params=params,
     )
     y, ends = _run_batches(spec, inputs, commits, start)
-    y = output_head.finish(y, q if raw_queries is None else raw_queries, params)
+    y = output_head.finish(y, raw_queries, params)
     if not uses_end:
         return y, W, S
     ends = [

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from recollect.choices.algorithm.normalized_steps import EPS, correctable_error
 from recollect.choices.matmul_precision import matmul_precision
+from recollect.choices.memory.maps import append_ones
 from recollect.engines.deep.chain.chain import (
     ACTIVATIONS,
     Activation,
@@ -52,6 +53,7 @@ __all__ = [
     "chain_gradient_factors",
     "forward",
     "is_cpu",
+    "map_input",
     "read",
     "read_coefficients",
     "squared_norms",
@@ -63,6 +65,11 @@ Tensors = list[Tensor]
 def is_cpu(x: Tensor) -> bool:
     """Return whether x is on the CPU, where strided writes are slow and launches are cheap."""
     return x.device.type == "cpu"
+
+
+def map_input(x: Tensor, in_features: int) -> Tensor:
+    """Return x, with a constant 1 if the map has a bias."""
+    return append_ones(x, x.shape[-1] < in_features)
 
 
 def apply_transition(T: Tensor, M: Tensor, out: Tensor | None = None) -> Tensor:
@@ -97,7 +104,7 @@ def _map_gradients(
     activation: Activation,
     output_head: OutputHead,
     A: Sequence[Tensor],  # maps [P, in, out]
-    k: Tensor,  # features of keys [P, R, F]
+    k: Tensor,  # inputs of the first map [P, R, in]
     head_inputs: Mapping[str, Tensor],
     gates: Mapping[str, Tensor],
     params: Mapping[str, Tensor],
@@ -108,12 +115,12 @@ def _map_gradients(
     """Return the factors of every map's gradients at the associations of an inner batch."""
     h, z = [k], [torch.bmm(k, A[0])]
     for a in A[1:]:
-        h.append(activation.forward(z[-1]))
+        h.append(map_input(activation.forward(z[-1]), a.shape[1]))
         z.append(torch.bmm(h[-1], a))
     head = output_head.gradients(z[-1], head_inputs, gates, params, create_graph=create_graph)
     u, delta = [], [head.delta]
     for i in range(len(A) - 1, 0, -1):
-        u.append(torch.bmm(delta[-1], A[i].mT))
+        u.append(torch.bmm(delta[-1], A[i][:, : z[i - 1].shape[-1]].mT))  # without the bias
         delta.append(activation.vjp(u[-1], z[i - 1]))
     if erasure:
         pairs = zip(delta, reversed(z), strict=True)
@@ -156,7 +163,7 @@ def chain_gradient_factors(
         ACTIVATIONS[chain.activation],
         output_head,
         [w.mT for w in A],
-        points.phi.flatten(0, 1),
+        map_input(points.phi.flatten(0, 1), W[0].shape[-1]),
         output_head.inputs(points.v.flatten(0, 1), points.raw.flatten(0, 1), params),
         {name: x.flatten(0, 1) for name, x in points.gates.items()},
         params,
@@ -294,7 +301,7 @@ def read(
         M, h, delta = (part[i].flatten(0, 1) for part in (trace.M, trace.h, trace.delta))
         stack, scaled, preactivation = M.flatten(1, 2), None, z
         if z is not None:
-            x = spec.activation.forward(z)
+            x = map_input(spec.activation.forward(z), h.shape[-1])
         if scale is None:
             z = torch.bmm(x, stack if is_in_out else stack.mT)
         elif is_in_out:
