@@ -89,6 +89,8 @@ def test_ranks_are_measured_at_a_bounded_number_of_tokens(monkeypatch: pytest.Mo
     monkeypatch.setattr(sys.modules["recollect.explanation.diagnose"], "MAX_RANKS", 4)
     measured = [0, 0, 0, 3, 3, 3, 6, 6, 6, 9, 9, 11]
     assert torch.equal(rc.diagnose(layer, x).rank["W"], ranks[measured])
+    for T, measured in ((4, [0, 1, 2, 3, 4]), (8, [0, 0, 2, 2, 4, 4, 6, 6, 8])):
+        assert torch.equal(rc.diagnose(layer, x[:, :T]).rank["W"], ranks[measured])
 
 
 @pytest.mark.parametrize("name", ["gated_delta_net", "gla", "mamba", "mamba2", "retnet"])

@@ -160,7 +160,7 @@ class _DiagnosisRun:
         self.error = torch.full((self.T, self.H), torch.nan)
         self.half_life: Tensor | None = None
         self.rank: dict[str, list[Tensor]] = {}
-        self.rank_every = 1 + self.T // self.batch_size // MAX_RANKS
+        self.rank_every = 1 + max(self.T // self.batch_size - 1, 0) // MAX_RANKS
         self.max_rank: dict[str, int] = {}
         self.curvature: list[Tensor] = []
 

@@ -86,8 +86,8 @@ class Diagnosis:
         memory: norms of the state A by map ``[P, H]``; empty if the memory stores associations.
         rank: effective rank of each map ``[P, H]``: exp(−Σ p_i log p_i) with p_i = σ_i / Σ σ_j and
             the singular values σ. It is 0 for a map of zeros, at most the smaller size of the map,
-            and missing for vectors. Of more than 256 inner batches, each n-th has a new value, and
-            the others that of the measurement before.
+            and missing for vectors. It is computed at no more than 257 boundaries; other boundaries
+            repeat the last rank.
         max_rank: the smaller size of each map.
         half_life: tokens after which decays alone halve a memory, −log 2 / log α ``[T, H]``, of the
             geometric mean over channels; infinite if nothing decays, and missing without decays.
