@@ -264,3 +264,15 @@ def test_reset_parameters_redraws_all_weights() -> None:
 
 def test_sinks_include_learned_tokens() -> None:
     assert Sequential(Sequential(sinks(4), persistent=2), persistent=2).persistent == 2
+
+
+def test_attributes_of_parts_that_are_missing() -> None:
+    """A chain has no part of these names, and a memory under a gate is a part without a recipe."""
+    chain = build(Sequential("gla", "softmax_attention"), 16, 2)
+    assert not hasattr(chain, "memory") and not hasattr(chain, "first")
+    gated = build(MemoryAsGate(Sequential("gla", "gla"), "softmax_attention"), 16, 2)
+    assert "memory" in gated.parts and not hasattr(gated, "memory")
+    with pytest.raises(AttributeError, match="no attribute 'memory'"):
+        _ = gated.memory
+    plain = build(MemoryAsGate("gla", "softmax_attention"), 16, 2)
+    assert plain.memory is plain.parts["memory"]

@@ -110,8 +110,9 @@ class MixerLayer(nn.Module):
         return self._memory_part("first")
 
     def _memory_part(self, name: str) -> MemoryLayer:
-        layer = self.parts[name]
-        assert isinstance(layer, MemoryLayer)
+        layer = self.parts[name] if name in self.parts else None
+        if not isinstance(layer, MemoryLayer):
+            raise AttributeError(name)  # `torch.nn.Module` adds the name of the class
         return layer
 
     @property
