@@ -38,9 +38,9 @@ def adopt(
 
     logging.disable_progress_bar()
     loaded = load_saved_model(model, any_decoder=True).to(device)
-    report = adopt_layers(loaded, engine=engine)
     if isinstance(loaded, RecollectForCausalLM):
         raise ValueError(f"{model} is a model of recollect: use recollect generate {model}")
+    report = adopt_layers(loaded, engine=engine)
     if not report.adopted:
         reasons = {f"{x.layer_class} is unchanged ({x.reason})" for x in report.unchanged}
         raise ValueError(

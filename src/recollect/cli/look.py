@@ -22,7 +22,7 @@ def look(
     """Write a page that shows surprise, steps, decays, ranks and answers of a model's memories."""
     check_device(device)
     if out.suffix != ".html":
-        raise ValueError(f"--out {out} must be an HTML file, such as {out.with_suffix('.html')}")
+        raise ValueError(f"--out {out} must be an HTML file, such as runs/look.html")
     if os.path.isfile(text):
         raise ValueError(f"TEXT is the text itself, and {text} is a file: pass its content")
     from transformers.utils import logging
