@@ -7,11 +7,13 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from recollect.messages import argument_name, renamed_arguments
 from recollect.serialization import read_json
-from recollect.tasks.text import TextCorpus, split_documents
+
+if TYPE_CHECKING:
+    from recollect.tasks.text import TextCorpus
 
 __all__ = [
     "BadLinePolicy",
@@ -271,6 +273,8 @@ def stream_text(name: str, *, limit: int = 8_000_000, column: str = "text") -> T
         ValueError: the dataset cannot be loaded, or a row has no text in the column.
         ImportError: datasets is not installed.
     """
+    from recollect.tasks.text import split_documents
+
     num_bytes = 0
 
     def documents() -> Iterator[str]:
