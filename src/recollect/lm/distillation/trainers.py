@@ -93,7 +93,7 @@ class LogitMatchingTrainer(_TeacherTrainer):
         logits = model(**kwargs, use_cache=False).logits
         valid = inputs["labels"][:, 1:] != IGNORE_INDEX
         p, q = (x[:, :-1][valid].float().log_softmax(-1) for x in (target, logits))
-        return functional.kl_div(q, p, log_target=True, reduction="batchmean")
+        return functional.kl_div(q, p, log_target=True, reduction="sum") / max(len(q), 1)
 
 
 def _model_inputs(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:

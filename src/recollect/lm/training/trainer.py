@@ -169,6 +169,8 @@ class RecollectTrainer(Trainer):
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
     ) -> Tensor:
         """Run a batch forward and backward, and return its part of the step's loss."""
+        if num_items_in_batch is not None:  # a step without targets has a loss of 0
+            num_items_in_batch = num_items_in_batch + (num_items_in_batch == 0)
         is_new_step = self.state.global_step != self._last_step
         if is_new_step:
             self._last_step = self.state.global_step
@@ -236,7 +238,7 @@ class RecollectTrainer(Trainer):
     def _padded_step(self, model: nn.Module, inputs: dict[str, Any], num_items: Any) -> Tensor:
         """Run the documents of a batch in padded parts, and return its loss."""
         batch = cast(dict[str, Tensor], self._prepare_inputs(inputs))
-        num_items = count_targets(batch) if num_items is None else num_items
+        num_items = count_targets(batch).clamp_min(1) if num_items is None else num_items
         losses: list[Tensor] = []
         parts = pad_documents(batch)
         for part in parts:
@@ -248,7 +250,7 @@ class RecollectTrainer(Trainer):
     def _segmented_step(self, model: nn.Module, inputs: dict[str, Any], num_items: Any) -> Tensor:
         """Run the segments of a batch, and return its loss."""
         batch = cast(dict[str, Tensor], self._prepare_inputs(inputs))
-        num_items = count_targets(batch) if num_items is None else num_items
+        num_items = count_targets(batch).clamp_min(1) if num_items is None else num_items
         segments = split_into_segments(batch, self.plan.data.segments)
         if self.plan.data.segment_gradient == "kept":
             return self._full_gradient_step(model, segments, num_items)
@@ -301,9 +303,11 @@ class RecollectTrainer(Trainer):
         num_items_in_batch: Any = None,
     ) -> Any:
         """Return the loss of a batch, or of a segment with its cache."""
-        if num_items_in_batch is not None and not self._is_own_model:
+        if not self._is_own_model:
             loss, outputs = cast(Any, super().compute_loss(model, inputs, True))
-            loss = loss * self.fraction_of_step(inputs, num_items_in_batch)
+            loss = loss.masked_fill(count_targets(inputs) == 0, 0.0)  # a mean of no targets is NaN
+            if num_items_in_batch is not None:
+                loss = loss * self.fraction_of_step(inputs, num_items_in_batch)
             return (loss, outputs) if return_outputs else loss
         if "cache" not in inputs:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
@@ -338,12 +342,12 @@ class RecollectTrainer(Trainer):
         model, num_segments = cast(nn.Module, self.model), self.plan.data.segments
         if not self._is_own_model:
             parts = pad_documents(batch)
-            num_items = count_targets(batch) if num_items is None else num_items
+            num_items = count_targets(batch).clamp_min(1) if num_items is None else num_items
             for part in parts:
                 yield self.compute_loss(model, {**part, **kwargs}) * count_targets(part) / num_items
             return
         if num_segments > 1 and num_items is None:
-            num_items = count_targets(batch)
+            num_items = count_targets(batch).clamp_min(1)
         if num_items is not None:  # as an argument of `compute_loss`, it scales by processes too
             kwargs["num_items_in_batch"] = num_items
         if num_segments == 1:
