@@ -25,8 +25,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import recollect as rc
 from recollect.lm.data.rows import PackedRow, collate, pad_documents
 from recollect.lm.distillation.calibrate import attention_statistics, calibrate
+from recollect.lm.distillation.measure import continuations
 from recollect.lm.distillation.trainers import LayerMatchingTrainer, LogitMatchingTrainer
 from recollect.lm.training.train import train
+from recollect.lm.training.trainer import RecollectTrainer
 from recollect.report.lock import folder_lock
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:datasets.*")
@@ -91,6 +93,15 @@ def test_documents_of_similar_lengths_are_padded_together() -> None:
 def test_padding_at_most_doubles_the_tokens() -> None:
     batches = pad_documents(packed(2048, *[2] * 500, *range(2, 40)))
     assert sum(batch["input_ids"].numel() for batch in batches) < 2 * (2048 + 1000 + sum(range(40)))
+
+
+def test_prompts_are_the_first_documents_of_the_rows() -> None:
+    """32 documents of alternating lengths, and a row of one document."""
+    prompts = continuations(llama(), [packed(*[5, 9] * 18)])
+    assert [prompt.shape for prompt, _ in prompts] == [(16, 3), (16, 5)]
+    assert prompts[1][0][:2].tolist() == [[*range(6, 11)], [*range(20, 25)]]
+    ((prompt, continuation),) = continuations(llama(), [{"input_ids": torch.arange(13)[None]}])
+    assert prompt.tolist() == [[*range(7)]] and continuation.shape == (1, 6)
 
 
 def attention_loop(
@@ -320,7 +331,8 @@ def losses(folder: Path, cls: Any, tmp_path: Path) -> tuple[Any, dict[str, Tenso
     trainers: list[Any] = []
 
     def trainer(*args: Any, **kwargs: Any) -> Any:
-        trainers.append(cls(*args, teacher=llama(), **kwargs))
+        teacher = {} if cls is RecollectTrainer else {"teacher": llama()}
+        trainers.append(cls(*args, **teacher, **kwargs))
         return trainers[0]
 
     tables = plan(folder, tmp_path, steps={"match_layers": 1}).train_tables(
@@ -370,6 +382,24 @@ def test_documents_of_other_lengths_are_parts_of_a_step(folder: Path, tmp_path: 
     model.eval()
     with torch.no_grad():  # the usual loss, as on held-out rows
         assert float(sum(trainer.batch_losses(batch))) == pytest.approx(entropy.item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("trainer_class", [RecollectTrainer, LogitMatchingTrainer])
+@pytest.mark.parametrize("count", [12, 0, None])
+def test_documents_without_a_target_have_no_loss(
+    folder: Path, tmp_path: Path, trainer_class: type[RecollectTrainer], count: int | None
+) -> None:
+    """Documents of one token in a step with other targets, and a step of such documents alone."""
+    trainer, _, _ = losses(folder, trainer_class, tmp_path)
+    model, batch = trainer.model, packed(1, 1, 1)
+    model.zero_grad()
+    num_items = None if count is None else torch.tensor(count)
+    assert trainer.training_step(model, batch, num_items).item() == 0
+    grads = [weight.grad for weight in model.parameters() if weight.grad is not None]
+    assert grads and all((grad == 0).all() for grad in grads)
+    model.eval()
+    with torch.no_grad():  # as on held-out rows
+        assert float(sum(trainer.batch_losses(batch))) == 0
 
 
 def test_layers_are_compared_from_the_input_of_the_teacher(folder: Path, tmp_path: Path) -> None:

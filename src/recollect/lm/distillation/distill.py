@@ -210,13 +210,13 @@ class _Distillation:
         data = load_text_data(self.train_plan, self.tokenizer, BadLinePolicy(skip=True))
         batch_size = self.train_plan.optimizer.batch
         rows = data.heldout
-        self.heldout = [
-            batch
+        batches = [
+            self._collate(rows[first : first + batch_size])
             for first in range(0, len(rows), batch_size)
-            for batch in self._collate(rows[first : first + batch_size])
         ]
+        self.heldout = [part for batch in batches for part in pad_documents(batch)]
         self.calibration_rows = list(islice(iter(data.train), CALIBRATION_ROWS))
-        self.references = continuations(self.teacher, self.heldout)
+        self.references = continuations(self.teacher, batches)
         self.record["teacher"] = heldout_loss(self.teacher, self.heldout), 1.0
 
     def _check_keep_attention(self) -> None:
@@ -231,9 +231,8 @@ class _Distillation:
                     f"keep_attention = {keep} keeps all of {count} layers: choose fewer"
                 )
 
-    def _collate(self, rows: Sequence[Any]) -> list[dict[str, Tensor]]:
-        resets = self.train_plan.data.packing == "documents"
-        return pad_documents(collate(rows, reset_memory=resets))
+    def _collate(self, rows: Sequence[Any]) -> dict[str, Tensor]:
+        return collate(rows, reset_memory=self.train_plan.data.packing == "documents")
 
     def _swap(self) -> None:
         """Replace attention, initialize gates, and save the model."""
@@ -241,7 +240,7 @@ class _Distillation:
         if self.plan.calibrate:
             batches = [
                 {name: x.to(self.device) for name, x in batch.items()}
-                for batch in self._collate(self.calibration_rows)
+                for batch in pad_documents(self._collate(self.calibration_rows))
             ]
             statistics = attention_statistics(self.teacher, *batches)
         self.record |= {"stages": [], "damage": {}}

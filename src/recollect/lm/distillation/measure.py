@@ -41,12 +41,14 @@ def heldout_loss(model: Any, batches: Sequence[Mapping[str, Tensor]]) -> float:
 def continuations(teacher: Any, batches: Sequence[Mapping[str, Tensor]]) -> list[Continuation]:
     """Return prompts and the teacher's greedy continuations of them.
 
-    A prompt is the first half of a document and one token more.
+    A prompt is the first half of a document and one token more. Batches are packed, so that the
+    first documents have all lengths.
     """
     documents: list[Tensor] = []
     for batch in batches:
-        mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
-        documents += [ids[valid] for ids, valid in zip(batch["input_ids"], mask, strict=True)]
+        rows = batch["input_ids"]
+        packed = "cu_seqlens" in batch
+        documents += rows[0].split(batch["cu_seqlens"].diff().tolist()) if packed else rows
     prompts: dict[tuple[int, int], list[Tensor]] = {}
     for ids in [ids for ids in documents if len(ids) >= MIN_DOCUMENT][:MAX_PROMPTS]:
         start = len(ids) // 2 + 1
