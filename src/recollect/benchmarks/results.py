@@ -45,15 +45,15 @@ class Ceiling:
 class Timing:
     """Time of one case."""
 
-    name: str  # name of the case
+    name: str
     median: float  # seconds per call, median over rounds
     lower: float  # first quartile
     upper: float  # third quartile
     # median over rounds of this case's time divided by the baseline's in the same round
     ratio: float
     calls: int  # calls per round, so many that the clock's resolution is negligible
-    flops: float | None  # FLOPs of the case
-    bytes: float | None  # bytes of the case
+    flops: float | None  # FLOPs per call, or None
+    bytes: float | None  # bytes per call, or None
     gflops: float | None  # 10⁹ operations per second, or None without flops
     share: float | None  # gflops as a fraction of the higher ceiling, or None without flops
     # largest memory that one call allocated on a GPU in addition to its inputs; None on a CPU
@@ -86,7 +86,7 @@ class BenchResult:
     timings: tuple[Timing, ...]  # one per case, in the order of the cases
     ceilings: tuple[Ceiling, ...]  # matrix products, timed in the same rounds
     baseline: str  # name of the case that ratios refer to
-    rounds: int  # number of rounds
+    rounds: int
     seed: int  # seed of the order within rounds
     environment: Environment  # device, versions, commit, date
 

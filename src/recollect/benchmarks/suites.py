@@ -43,7 +43,7 @@ Ratio = tuple[str, str, str]
 class CaseSpec:
     """A case of a suite, of any size."""
 
-    name: str  # name of the case
+    name: str
     build: Callable[..., Case]  # function from the sizes to the case, called with name=
 
 
@@ -52,11 +52,11 @@ class Suite:
     """Cases that are timed in one run."""
 
     title: str  # description in one line
-    cases: Sequence[CaseSpec]  # the cases
+    cases: Sequence[CaseSpec]
     baseline: str  # name of the case that ratios refer to
-    ratios: Sequence[Ratio] = ()  # additional ratios
-    # smallest time of the calls of one case in one round. Cases of milliseconds need more if other
-    # cases evict them from the caches.
+    ratios: Sequence[Ratio] = ()  # ratios in addition to those of the baseline
+    # Smallest time in seconds of the calls of one case in one round. Cases of milliseconds need more
+    # if other cases evict them from the caches.
     min_seconds: float = 0.02
     shape: Shape = field(default_factory=Shape)  # default sizes
     timer: Callable[[], float] = time.perf_counter  # clock of the harness

@@ -149,10 +149,10 @@ def _norm(norm: nn.RMSNorm, x: Tensor) -> Tensor:
 class _SegmentState:
     """State of a call: of the memory, and of the attention to the open segment."""
 
-    memory: LayerState  # state of the memory
+    memory: LayerState
     segment_start: LayerState  # state of the memory at the start of the open segment
     query_state: LayerState  # state with the convolution, phase and token shift of the retrievals
-    attention: Any  # state of the attention
+    attention: Any
 
     @classmethod
     def of(cls, state: MixerState) -> _SegmentState:

@@ -36,8 +36,8 @@ EARLIER_SEGMENTS_SUFFIX = " of earlier segments"
 class LeafWorkload:
     """A recipe of a composition, and the sequences that it runs over."""
 
-    name: str  # of the recipe, as in `Mixer.leaves`
-    leaf: RecipeMixer  # the recipe
+    name: str  # name of the recipe in `Mixer.leaves`
+    leaf: RecipeMixer
     stream: Stream  # sequences and tokens, including the compositions around it
 
 

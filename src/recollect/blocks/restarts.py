@@ -26,14 +26,14 @@ __all__ = ["SegmentRun", "padded_right", "restarted", "run_segments", "take_inpu
 class SegmentRun:
     """One segment of a call."""
 
-    tokens: SegmentSlice  # the tokens
+    tokens: SegmentSlice
     previous: State  # state before the first token, before any restart
     outputs: Tensor  # outputs of the memory [B, w, Hq, V]
     state: State  # state after the last token
 
 
 def run_segments(
-    layer: RecipeModule,  # layer of the memory
+    layer: RecipeModule,
     inputs: MemoryInputs,  # inputs of the memory at all tokens of the call
     state: State,  # state before the call
     segments: Sequence[SegmentSlice],  # tokens of the call, from `split_segments`

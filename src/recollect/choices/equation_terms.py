@@ -110,11 +110,10 @@ def power(exponent: float) -> str:
 class Gradient:
     """Text of g_t."""
 
-    terms: Terms  # expanded form, e.g. (W k) kᵀ − v kᵀ.
-    compact: Terms  # a single term, e.g. (W k − v) kᵀ.
-    # parts with and without the prediction, for errors affine in it
-    erase: Terms = ()
-    write: Terms = ()
+    terms: Terms  # expanded form, for example (W k) kᵀ − v kᵀ
+    compact: Terms  # form with a single term, for example (W k − v) kᵀ
+    erase: Terms = ()  # part with the prediction, for errors affine in it
+    write: Terms = ()  # part without the prediction, for errors affine in it
 
     def scaled(self, *factors: float | str, compact: bool = False) -> Terms:
         """Return the terms times factors."""

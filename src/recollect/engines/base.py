@@ -24,7 +24,8 @@ class Engine(ABC):
     """Implementation of all recipes whose structure it supports."""
 
     name: ClassVar[str]
-    # Whether a NaN input always gives a NaN output. Then only outputs of a token are checked.
+    # Whether a NaN input always gives a NaN output. If so, only the outputs of a decoded token are
+    # checked.
     propagates_nan: ClassVar[bool] = False
     # whether tensors of a state may have been rounded to half precision
     accepts_half_precision_state: ClassVar[bool] = False
@@ -108,9 +109,9 @@ class Engine(ABC):
 class Selection:
     """Engine that runs a recipe, and the reasons against the engines before it."""
 
-    engine: Engine  # the engine
-    description: str  # One-line description of its method
-    rejected: dict[str, list[str]]  # reasons by engine name
+    engine: Engine
+    description: str  # method of the engine in one line
+    rejected: dict[str, list[str]]  # reasons by name of an earlier engine
 
     def __str__(self) -> str:
         lines = [f"{self.engine.name} ({self.description})"]

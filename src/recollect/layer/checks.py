@@ -142,7 +142,7 @@ def check_heads(
 class Misfit:
     """An option that does not fit a recipe."""
 
-    option: str  # name of the option
+    option: str
     reason: str  # message of the error
     # the options with this one reset to its default; None if no default fits
     remedy: LayerOptions | None

@@ -61,10 +61,9 @@ OPEN_END_MARGIN = 1e-6  # distance from an end that the range excludes, effectiv
 class RangeMap:
     """A monotone map from the real line onto a range, and its inverse."""
 
-    kind: str  # as in `GateOptions`, and "minus_exp" for the exponential below an end
-    # low, high: the ends that the kind uses
-    low: float = 0.0
-    high: float = 1.0
+    kind: str  # kind in `GateOptions`, or "minus_exp" for the exponential below an end
+    low: float = 0.0  # lower end of the range, if the kind uses it
+    high: float = 1.0  # upper end of the range, if the kind uses it
     temperature: float = 1.0  # divisor of the logarithm of the sigmoid
 
     def __call__(self, z: Tensor) -> Tensor:
@@ -260,9 +259,9 @@ class GateProjection(nn.Module):
 
     def __init__(
         self,
-        declared: Gate | Param,  # declaration of the gate or param
-        # options of the gate, in the unit of the declaration (`GateOptions.in_value_units`).
-        # Options with unit="batch_mean" keep their unit, which `forward` applies
+        declared: Gate | Param,
+        # Options of the gate, in the unit of the declaration (`GateOptions.in_value_units`).
+        # Options with unit="batch_mean" keep their unit, which `forward` applies.
         options: GateOptions,
         *,
         sizes: dict[str, int],  # sizes of the recipe's symbolic axes
@@ -272,7 +271,7 @@ class GateProjection(nn.Module):
         recipe: Recipe,  # recipe with the declaration
         # whether all associations of a token have one value, without the axis n
         per_token: bool = False,
-        # size of the unit in which the options were written; used in error messages
+        # size of the unit in which the options were written, for error messages
         unit: float = 1.0,
     ) -> None:
         super().__init__()

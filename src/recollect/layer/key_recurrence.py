@@ -19,8 +19,8 @@ __all__ = ["KeyHistory", "Sequences", "decayed_sums", "filtered_precisions"]
 class Sequences:
     """The sequences of a call."""
 
-    # state of the recurrences before the call [B, n, H, D], D at least the number of channels.
-    # Default: zeros
+    # state of the recurrences before the call [B, n, H, D], with D at least the number of channels;
+    # by default zeros
     keys: Tensor | None = None
     # number of valid tokens per sequence [B], if sequences are padded on the right
     lengths: Tensor | None = None

@@ -131,13 +131,12 @@ class RecipeModule(nn.Module):
     """Base of layers of a recipe: its engine, gates, params and initial memory."""
 
     d_model: int  # width of the tokens
-    # num_kv_heads, head_dim, value_dim: H, K and V
-    num_kv_heads: int
-    head_dim: int
-    value_dim: int
+    num_kv_heads: int  # H
+    head_dim: int  # K
+    value_dim: int  # V
     # size of the values that the memory learns; V unless a composition replaces the values
     memory_value_dim: int
-    options: LayerOptions  # options of the layer
+    options: LayerOptions
     depth: tuple[int, int]  # (index of this layer, number of layers)
     chunk_size: int | None  # number of tokens per chunk, as in `recall`
     memory: InitialMemory | InitialKernelRows | None

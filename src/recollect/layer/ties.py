@@ -280,7 +280,7 @@ class Ties(nn.Module):
         k: Tensor,  # keys [B, T, H, K], of several associations if no tie uses them
         v: Tensor,  # values [B, T, H, V], of several associations if no tie uses them
         values: Mapping[str, Tensor],  # gates and params by name
-        gates: nn.ModuleDict,  # projections of the gates
+        gates: nn.ModuleDict,
         sequences: Sequences,  # state and boundaries of the sequences
     ) -> TiedInputs:
         """Apply the ties in their order."""

@@ -36,7 +36,7 @@ __all__ = ["ContextRanks", "forward_over_ranks"]
 class ContextRanks:
     """The ranks that share a sequence."""
 
-    link: Link  # the ranks
+    link: Link
     strategy: str = "auto"  # "auto" or "sequential"
     # number of microbatches of the sequential strategy; None for the default
     pieces: int | None = None
@@ -52,8 +52,8 @@ class ContextRanks:
 
 
 def run_memory_layer(
-    context_ranks: ContextRanks,  # the ranks
-    layer: MemoryLayer,  # the layer, equal on all ranks
+    context_ranks: ContextRanks,
+    layer: MemoryLayer,  # equal on all ranks
     x: Tensor,  # this rank's tokens [B, T, d_model]
     # state before the first token of the sequence, equal on all ranks
     state: LayerState | None = None,

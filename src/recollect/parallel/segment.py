@@ -23,12 +23,12 @@ __all__ = ["Segment", "local_pieces", "segment_of"]
 class Segment:
     """One rank's tokens among those of all ranks."""
 
-    exchange: Exchange  # exchanges of the call
+    exchange: Exchange
     tokens: tuple[int, ...]  # number of tokens T of each rank, including padding
     counts: Tensor  # number of valid tokens in the last piece of each rank [R, B]
     # number of tokens in the last piece of each rank, including padding
     longest_last_piece: tuple[int, ...]
-    # whether a document starts within each rank. Its last piece then depends on no earlier rank
+    # whether a document starts within each rank, whose last piece then depends on no earlier rank
     starts_document: tuple[bool, ...]
     lengths: Tensor | None  # number of valid tokens of this rank [B], if it is padded on the right
     padded: bool  # whether any rank is padded
@@ -72,7 +72,7 @@ class Segment:
         n: int | None,  # number of tokens, at least 1; None for all
         # tokens before the sequence [B, m, ...], aligned right, and their mask
         initial: tuple[Tensor, Tensor] | None = None,
-        # last tokens of this rank's last piece [B, m, ...], aligned right. Default: those of x
+        # last tokens of this rank's last piece [B, m, ...], aligned right; by default those of x
         last_tokens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the n tokens before this rank ``[B, n, ...]``, and the mask of valid ones.
@@ -137,7 +137,7 @@ def _gather_or_zero(x: Tensor, index: Tensor, mask: Tensor) -> Tensor:
 
 
 def segment_of(
-    exchange: Exchange,  # exchanges of the call
+    exchange: Exchange,
     x: Tensor,  # this rank's tokens [B, T, ...]
     *,
     lengths: Tensor | None = None,  # number of valid tokens [B], for padding on the right
@@ -194,8 +194,11 @@ def local_pieces(
 ) -> tuple[Tensor, list[int]]:
     """Return the boundaries of a rank's pieces, and the index of the document of each piece.
 
-    ``boundaries [N + 1]`` are those of the documents in the full sequence. A ValueError refuses
-    boundaries that do not fit the tokens of the ranks, and a document without tokens.
+    ``boundaries [N + 1]`` are those of the documents in the full sequence.
+
+    Raises:
+        ValueError: boundaries that do not fit the tokens of the ranks, or a document without
+            tokens.
     """
     ends = boundaries.tolist()
     if len(ends) < 2 or ends[0] != 0 or ends[-1] != sum(tokens):

@@ -81,7 +81,7 @@ class Series:
 
     name: str  # name in the legend
     x: Sequence[float]  # positions on the horizontal axis, at least one, finite
-    y: Sequence[float]  # as many values; NaN leaves a gap
+    y: Sequence[float]  # values, as many as positions; NaN leaves a gap
     # lower edge of a band around the line, such as the minimum over seeds
     low: Sequence[float] | None = None
     high: Sequence[float] | None = None  # upper edge of the band
@@ -107,11 +107,11 @@ class Panel:
     """One of several axes of a figure."""
 
     y: str  # label of the vertical axis
-    series: Sequence[Series]  # Lines; lines of one name have one style in every panel
+    series: Sequence[Series]  # lines; those of one name have one style in every panel
     # horizontal dashed lines by name, drawn if they are near the data
     baselines: Mapping[str, float] | None = None
     x: str | None = None  # label of the horizontal axis, if it differs from the figure's
-    title: str = ""  # title of the panel
+    title: str = ""
     log_x: bool = False  # whether the horizontal axis is logarithmic (base 2)
     # whether the vertical axis is logarithmic (base 10); by default if it spans decades
     log_y: bool | None = None

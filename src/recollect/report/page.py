@@ -22,7 +22,7 @@ __all__ = ["Figure", "Note", "Report", "data_uri"]
 class Figure:
     """A figure of a report, embedded in the page."""
 
-    files: RenderedFigure  # figure as `~recollect.report.figures.line_figure` returns it
+    files: RenderedFigure  # drawings, for example from `recollect.report.figures.line_figure`
     alt: str  # content of the figure, for readers who cannot see it
     title: str = ""  # heading above the figure
     caption: str = ""  # text below the figure
@@ -61,13 +61,13 @@ class Note:
 class Report:
     """A page of results. Every text is escaped, and code between backticks is shown as code."""
 
-    title: str  # title of the page
+    title: str
     kind: str = ""  # kind of the page, one word such as "comparison"
     command: str = ""  # command that writes the page again
     summary: str = ""  # one or two sentences with the main result
     # names and values, such as describe_environment().facts()
     facts: Mapping[str, str] = field(default_factory=dict)
-    sections: Sequence[Table | Figure | Note] = ()  # Tables, figures and notes, in order
+    sections: Sequence[Table | Figure | Note] = ()  # content in the order of the page
 
     def to_html(self) -> str:
         """Return the page."""

@@ -30,7 +30,7 @@ class Curve:
     name: str  # name in the legend
     colour: str  # colour as #rrggbb
     x: tuple[float, ...]  # positions
-    y: tuple[float, ...]  # Values; a value that is not finite is a gap
+    y: tuple[float, ...]  # values; one that is not finite is a gap
     low: tuple[float, ...] | None = None  # lower edge of the band, or None
     high: tuple[float, ...] | None = None  # upper edge of the band, or None
 
@@ -48,15 +48,15 @@ class Curve:
 class Plot:
     """A pair of axes and its curves."""
 
-    # position of the axes in the drawing: left, top, width and height as fractions of its width and
-    # height, from the upper left corner
+    # position of the axes from the upper left corner of the drawing: left, top, width and height as
+    # fractions of its width and height
     bounds: tuple[float, float, float, float]
-    x: Axis  # horizontal axis
-    y: Axis  # vertical axis
+    x: Axis
+    y: Axis
     curves: Sequence[Curve]  # curves in the order of the legend
     baselines: Mapping[str, float]  # horizontal lines by name
     title: str = ""  # title of these axes, if the drawing has several
-    # position in the drawing for narrow screens
+    # position of the axes in the drawing for narrow screens
     narrow_bounds: tuple[float, float, float, float] | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -96,8 +96,8 @@ class Plot:
 class PlottedAxes:
     """Axes of matplotlib with their curves."""
 
-    axes: Axes  # axes of a figure
-    curves: Sequence[Curve]  # curves in the axes
+    axes: Axes
+    curves: Sequence[Curve]
     baselines: Mapping[str, float]  # horizontal lines by name
     x: str  # label of the horizontal axis
     y: str  # label of the vertical axis

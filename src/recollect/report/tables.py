@@ -51,13 +51,13 @@ _RICH_GAP = 3
 class Column:
     """A column of a `Table`."""
 
-    name: str  # Heading, of one or more lines
-    # Alignment; by default "right" if all cells are numbers, else "left"
+    name: str  # heading, of one or more lines
+    # alignment; by default "right" if all cells are numbers, else "left"
     align: Literal["left", "right"] | None = None
-    # Width in characters to which a terminal may wrap the cells. None: the cells are never wrapped.
+    # width in characters to which a terminal may wrap the cells; None if they are never wrapped
     min_width: int | None = None
-    # 0 for a column that is always shown. If a terminal is too narrow, the column with the largest
-    # value is left out first.
+    # The column with the largest priority is left out first if a terminal is too narrow. A column
+    # with 0 is always shown.
     priority: int = 0
 
 

@@ -27,12 +27,12 @@ class Buffer(TensorTree):
 
 
 def update_buffer(
-    recipe: Recipe,  # the recipe, which determines the number of slots
-    old: Buffer | None,  # the buffer before the tokens
+    recipe: Recipe,  # determines the number of slots
+    old: Buffer | None,  # buffer before the new tokens
     *,
     k: Tensor,  # new keys [B, T, H, K]
     v: Tensor,  # new values [B, T, H, V]
-    rates: Mapping[str, Tensor],  # their gates and constants by name, without the slope of a query
+    rates: Mapping[str, Tensor],  # new gates and constants by name, without the slope of a query
     lengths: Tensor | None,  # number of valid tokens [B]; None without padding
     position: Tensor,  # number of tokens of the document after the call, [B]
     host_position: int | None = None,  # value of every entry of position, if the host knows it

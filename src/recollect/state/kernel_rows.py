@@ -29,8 +29,8 @@ class KernelRows(TensorTree):
 
     k: Tensor  # keys [B, n, H, K]
     rows: Weights = ()  # u of every map that reads the features, [B, n, H, out] each
-    # term of each key in a normaliser [B, n, H]: 1 times the decays of the memory. It is 0 only if
-    # the key has no effect (α was 0, and no later step reached its row)
+    # Term of each key in a normaliser [B, n, H]: 1 times the decays of the memory. The term is 0
+    # only if the key has no effect (α was 0, and no later step reached its row).
     mass: Tensor
     mask: Tensor  # [B, n], False at empty slots, whose tensors are 0
     # state of the algorithm by name, shaped like rows
@@ -79,7 +79,11 @@ def initial_kernel_rows(
     dtype: torch.dtype,
     device: torch.device,
 ) -> KernelRows:
-    """Return the rows before the first token; a RecipeError refuses another number or shape."""
+    """Return the rows before the first token.
+
+    Raises:
+        RecipeError: tensors of the wrong number or shape.
+    """
     widths = recipe.row_widths(V)
     if not pairs:
         pairs = tuple(torch.zeros(H, 0, size, dtype=dtype, device=device) for size in (K, *widths))

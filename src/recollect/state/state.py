@@ -35,8 +35,8 @@ NAMES_OF_SCHEMA_1 = {
 class HostPosition:
     """Number of tokens of every batch element, valid for one tensor of positions."""
 
-    tensor: Tensor  # the tensor; any other makes the number invalid
-    value: int  # value of each of its entries
+    tensor: Tensor  # tensor of positions; for any other tensor the number is invalid
+    value: int  # value of all entries of the tensor
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -246,9 +246,9 @@ def _pad_slots(state: State, num_buffered: int, num_rows: int) -> State:
 
 
 def initial_state(
-    bound: BoundRecipe,  # the recipe with the number and size of its memories
+    bound: BoundRecipe,  # recipe with the number and size of its memories
     *,
-    B: int,  # batch size
+    B: int,
     dtype: torch.dtype,  # type of all tensors except those that the algorithm keeps in float64
     device: torch.device,  # device of all tensors
     init: Init | None = None,  # A₀, as for `recollect.recall`

@@ -104,10 +104,10 @@ def rate_at(
 class TrainingStep:
     """One step of the training loop."""
 
-    number: int  # number of the step, from 1
+    number: int  # counted from 1
     loss: float  # mean cross entropy of the batch in nats, before the update
-    logits: Tensor  # logits of the batch
-    labels: Tensor  # labels of the batch
+    logits: Tensor
+    labels: Tensor
     finite: bool  # whether the loss and the gradient are finite
 
 

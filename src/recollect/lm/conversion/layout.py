@@ -60,10 +60,9 @@ def reshape(published: tuple[int, ...], ours: tuple[int, ...]) -> Transform:
 class Part:
     """A range of a tensor along one dimension."""
 
-    name: str  # name of the tensor
-    # start, stop: the range; a stop of None is the end
-    start: int = 0
-    stop: int | None = None
+    name: str  # name of the full tensor
+    start: int = 0  # first index of the range
+    stop: int | None = None  # index after the last one; None for the end of the tensor
     dim: int = 0  # dimension of the range
 
     def of(self, x: Tensor) -> Tensor:
@@ -84,9 +83,8 @@ def parts(name: str, sizes: Iterable[int], *, dim: int = 0) -> list[Part]:
 class Piece:
     """A part of a published tensor, and the part of our tensor with the same numbers."""
 
-    # published, ours: the parts; a name is the whole tensor
-    published: Part | str
-    ours: Part | str
+    published: Part | str  # part of the published tensor; a name for the full tensor
+    ours: Part | str  # part of our tensor; a name for the full tensor
     transforms: tuple[Transform, ...] = ()  # maps from the published part to ours, in order
 
     @property

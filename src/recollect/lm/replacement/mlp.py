@@ -82,8 +82,8 @@ class InPlaceMLP(nn.Module):
 
     def __init__(
         self,
-        mlp: nn.Module,  # the MLP, whose projections are used and not copied
-        recipe: Recipe,  # recipe of the memory
+        mlp: nn.Module,  # its projections are used and not copied
+        recipe: Recipe,
         *,
         conv_size: int,  # number of token embeddings in the convolution
         depth: int,  # number of decoder layers, whose keys and values come first in the cache

@@ -46,7 +46,7 @@ __all__ = [
 class LayerReplacement:
     """The result of `replace_attention` for one layer."""
 
-    index: int  # index of the layer
+    index: int  # index among the decoder layers
     name: str  # name of the replaced module
     copied: tuple[str, ...]  # projections whose weights were copied: of "q", "k", "v", "o"
     new: dict[str, int]  # number of entries of each newly initialized parameter, by name
