@@ -55,8 +55,8 @@ class Suite:
     cases: Sequence[CaseSpec]
     baseline: str  # name of the case that ratios refer to
     ratios: Sequence[Ratio] = ()  # ratios in addition to those of the baseline
-    # Smallest time in seconds of the calls of one case in one round. Cases of milliseconds need more
-    # if other cases evict them from the caches.
+    # Smallest time of the calls of one case in one round, in seconds. Cases of milliseconds need
+    # more if other cases evict them from the caches.
     min_seconds: float = 0.02
     shape: Shape = field(default_factory=Shape)  # default sizes
     timer: Callable[[], float] = time.perf_counter  # clock of the harness

@@ -134,18 +134,27 @@ class MixerLayer(nn.Module):
 
     def forward(
         self,
-        x: Tensor,  # tokens [B, T, d_model]
-        state: MixerState | None = None,  # state of an earlier call, to continue from
-        # [B, T], nonzero at valid tokens, padded on either side
+        x: Tensor,
+        state: MixerState | None = None,
         attention_mask: Tensor | None = None,
-        # [N + 1] boundaries of N documents packed in one sequence (B = 1)
         cu_seqlens: Tensor | None = None,
         *,
-        output_final_state: bool = True,  # whether to return the state; if not, None
-        # list to which this call is appended, as in `MemoryLayer`
+        output_final_state: bool = True,
         calls: list[RecordedCall] | None = None,
     ) -> tuple[Tensor, MixerState | None]:
-        """Return outputs and the state after the last token, as `MemoryLayer` does."""
+        """Return outputs and the state after the last token, as `MemoryLayer` does.
+
+        Args:
+            x: tokens ``[B, T, d_model]``.
+            state: state of an earlier call, to continue from.
+            attention_mask: ``[B, T]``, nonzero at valid tokens, padded on either side.
+            cu_seqlens: ``[N + 1]`` boundaries of N documents packed in one sequence (B = 1).
+            output_final_state: whether to return the state; if not, ``None``.
+            calls: list to which this call is appended, as in `MemoryLayer`.
+
+        Raises:
+            ValueError: shapes, types or devices that do not fit, or a state of another layer.
+        """
         weight = next(self.parameters())
         rows = check_tokens(x, attention_mask, cu_seqlens, d_model=self.d_model, weight=weight)
         self._check_state(state, rows)
@@ -243,8 +252,11 @@ class RowsLayer(MixerLayer):
 def memory_layers(model: object, function: str) -> dict[str, nn.Module]:
     """Return the layers of a model that have a recipe or a composition, by name.
 
-    Layers inside another one are parts of it. The name of a layer alone is ``""``. A RecipeError,
-    which names the calling ``function``, refuses a model without any.
+    Layers inside another one are left out, because they are parts of it. If the model is a layer,
+    its name is ``""``.
+
+    Raises:
+        RecipeError: a model without such a layer. The message names the calling ``function``.
     """
     layers: dict[str, nn.Module] = {}
     for name, module in model.named_modules() if isinstance(model, nn.Module) else ():

@@ -161,7 +161,8 @@ def cached_constant(
 ) -> Tensor:
     """Return ``make(*sizes)`` on a device, cached. The result must not be modified.
 
-    ``make`` is a function of a module, and ``sizes`` are hashable.
+    ``make`` is a module-level function that returns a tensor on the default device. Its arguments
+    ``sizes`` are hashable. ``dtype`` is by default that of its result.
     """
     if torch.compiler.is_compiling() or _fake_mode():
         return make(*sizes).to(device=device, dtype=dtype)

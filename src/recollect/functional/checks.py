@@ -157,7 +157,11 @@ def check_mask(mask: object, like: Tensor) -> None:
 
 
 def check_boundaries(boundaries: Tensor, k: Tensor) -> int:
-    """Return the number of documents in the one sequence of ``k [1, T, ...]``."""
+    """Return the number of documents in the one sequence of ``k [1, T, ...]``.
+
+    Raises:
+        ValueError: boundaries that do not rise from 0 to T, or several sequences.
+    """
     if k.shape[0] != 1:
         raise ValueError(f"cu_seqlens packs documents in one row, so B must be 1, not {k.shape[0]}")
     if (
@@ -229,7 +233,13 @@ def refuse_transforms(tensors: Iterable[object]) -> None:
 
 
 def check_call(call: Problem) -> None:
-    """Check all arguments except q, k and v."""
+    """Check all arguments except q, k and v.
+
+    Raises:
+        ValueError: types, shapes, devices or values that do not fit.
+        RecipeError: gates or params that the recipe does not declare, or of other shapes;
+            ``initial_memory`` together with ``state``; reads after the end of a window.
+    """
     state = call.state
     if state is not None and call.initial_memory is not None:
         raise RecipeError(

@@ -511,7 +511,11 @@ class GateProjection(nn.Module):
 
 
 def share_depth_floors(model: nn.Module) -> DepthFloors | None:
-    """Let all gates with lower ends by depth share those of the first one, and return them."""
+    """Let all gates with lower ends by depth share those of the first one, and return them.
+
+    Raises:
+        RecipeError: gates of different shapes.
+    """
     gates = [m for m in model.modules() if isinstance(m, GateProjection) and m.floors is not None]
     if not gates:
         return None

@@ -29,7 +29,7 @@ Shape = tuple[int, ...]
 class SizedQuantity:
     """A gate or a param with its shape."""
 
-    declared: Gate | Param  # the declaration of the recipe
+    declared: Gate | Param  # declaration by the recipe
     shape: Shape  # (H, ...); a gate has [B, T] before it
 
 
@@ -40,14 +40,13 @@ class BoundRecipe:
     A layer creates one during initialisation. `recollect.recall` looks it up.
     """
 
-    # the recipe that the engine runs, with a decay of 1 if a running scale needs a decay
+    # recipe that the engine runs, with a decay of 1 if a running scale needs a decay
     recipe: Recipe
-    H: int
-    K: int
-    V: int
-    # gates and params by name, in the recipe's order
-    gates: Mapping[str, SizedQuantity]
-    params: Mapping[str, SizedQuantity]
+    H: int  # number of memories
+    K: int  # size of keys
+    V: int  # size of values
+    gates: Mapping[str, SizedQuantity]  # gates by name, in the recipe's order
+    params: Mapping[str, SizedQuantity]  # params by name, in the recipe's order
     # a valid value of every number except 0, by engine-side name, for padding and for empty slots
     padding_values: Mapping[str, float]
     constants: Mapping[str, float]  # constants of the recipe, by engine-side name
@@ -70,20 +69,20 @@ class BoundRecipe:
     # unhashable
     fingerprint: int | None
     needs_init: bool  # whether a memory of zeros cannot learn (`Recipe.needs_init`)
-    # `Recipe.step_affine`, `Retention.decay` and `Context.horizon` of the recipe, which engines
-    # read at every call
-    affine: tuple[float, float] | None
-    decay: Decay | None
-    horizon: int | None
-    # attributes of the recipe's algorithm
-    recursion: str | None
-    rate_depends_on_key: bool
-    per_value: bool
-    engine: Engine  # the engine that runs the recipe
+
+    # attributes of the recipe and its members that engines read at every call
+    affine: tuple[float, float] | None  # `Recipe.step_affine`
+    decay: Decay | None  # `Retention.decay`
+    horizon: int | None  # `Context.horizon`
+    recursion: str | None  # `Algorithm.recursion`
+    rate_depends_on_key: bool  # `Algorithm.rate_depends_on_key`
+    per_value: bool  # `Algorithm.per_value`
+
+    engine: Engine
     # `Engine.run`; `recollect.parallel` adds the exchanges between ranks
     run: Callable[[Problem], tuple[Tensor, State]]
-    requested_engine: str  # the engine that the caller requested, for example "auto"
-    plan: Any = None  # the result of `Engine.make_plan`
+    requested_engine: str  # engine that the caller requested, for example "auto"
+    plan: Any = None  # result of `Engine.make_plan`
     # `Engine.decode_token`, or None if it does not support the recipe
     decode_token: Callable[..., tuple[Tensor, State] | None] | None = None
     precision: str | None = None  # requested precision of products, or None

@@ -33,7 +33,13 @@ NAME_OWNERS = {
 
 
 def check_size(name: str, size: Any, *, at_least: int = 1, at_most: int | None = None) -> int:
-    """Return a valid number of heads, channels or pairs, by default up to that of a tensor."""
+    """Return a valid number of heads, channels or pairs, between ``at_least`` and ``at_most``.
+
+    The maximum is by default the largest size of a tensor.
+
+    Raises:
+        RecipeError: the size is not an integer between these.
+    """
     if isinstance(size, torch.SymInt):  # in a compiled graph
         return size  # type: ignore[return-value]
     try:

@@ -45,7 +45,11 @@ def load_recipe(path: str | PathLike[str]) -> Recipe:
 
 
 def read_data(path: str | PathLike[str]) -> Any:
-    """Return the content of a JSON or TOML file of at most 1 MiB."""
+    """Return the content of a JSON or TOML file of at most 1 MiB.
+
+    Raises:
+        RecipeError: no regular file, a larger one, neither JSON nor TOML, or bad syntax.
+    """
     path = Path(path)
     readers: Mapping[str, Callable[[str], Any]] = {".json": read_json, ".toml": read_toml}
     suffix = path.suffix.lower()

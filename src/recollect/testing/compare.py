@@ -53,8 +53,8 @@ def require_close(
 ) -> None:
     """Raise AssertionError if a relative error is not below the tolerance.
 
-    The sentence begins with a subject and verb such as ``"outputs are"``. ``{name}`` stands for the
-    name of the tensor with the largest error.
+    The message begins with ``subject``, a subject and verb such as ``"outputs are"``. ``{name}`` in
+    it is replaced by the name of the tensor with the largest error.
     """
     if isinstance(result, Tensor) and isinstance(expected, Tensor):
         result, expected = {"": result}, {"": expected}

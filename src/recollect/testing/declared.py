@@ -48,7 +48,7 @@ def require_equal(
 ) -> None:
     """Raise AssertionError if entries differ by more than ``tolerance`` (1 + abs(expected)).
 
-    ``{error}`` in the sentence stands for the largest difference.
+    ``{error}`` in the sentence is replaced by the largest difference.
     """
     error = math.inf
     if result.shape == expected.shape:

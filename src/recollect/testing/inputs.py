@@ -35,12 +35,10 @@ class Inputs:
     """Arguments of one call of `recall`."""
 
     q: Tensor  # queries [B, T, H·G, K]
-    # keys [B, T, H, (n,) K] and values [B, T, H, (n,) V]
-    k: Tensor
-    v: Tensor
-    # tensors by name, as `recall` takes them
-    gates: dict[str, Tensor]
-    params: dict[str, Tensor]
+    k: Tensor  # keys [B, T, H, (n,) K]
+    v: Tensor  # values [B, T, H, (n,) V]
+    gates: dict[str, Tensor]  # gates by name, as in `recall`
+    params: dict[str, Tensor]  # params by name, as in `recall`
     init: tuple[Tensor, ...] | None  # initial memory; None if the recipe stores associations
 
     @property

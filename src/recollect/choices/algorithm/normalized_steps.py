@@ -48,8 +48,8 @@ def nearest_output_value(
 ) -> Tensor:
     """Return the closest output to values ``[B, H, N, V]`` that the memory can produce.
 
-    Values are multiplied by `Bias.target`. If the memory is not `Memory.bounded`, these are the
-    values. ``raw`` are the keys before features.
+    Values are multiplied by `Bias.target`. The result is the values themselves if the memory is not
+    `Memory.bounded`. ``raw`` are the keys before features.
     """
     return memory.nearest_output(value, raw, params) if memory.bounded else value
 

@@ -50,12 +50,13 @@ def _max_decay(total: Tensor, reference: Tensor) -> float:
 
 
 def decayed_gram(
-    x: Tensor,  # a rows per token, [..., C a, K]
-    x_total: Tensor,  # log decays of x in float64, cumulative, perhaps a token behind, [..., C, K]
-    y: Tensor,  # b rows per token, [..., C b, K]
+    x: Tensor,  # a rows per token, tokens in order, [..., C a, K]
+    # cumulative log decays of x in float64, perhaps one token behind, [..., C, K]
+    x_total: Tensor,
+    y: Tensor,  # b rows per token, tokens in order, [..., C b, K]
     y_total: Tensor,  # cumulative log decays of y in float64, [..., C, K]
     *,
-    strict: bool,  # whether to exclude products of one token
+    strict: bool,  # whether to exclude products of x and y of one token, on the diagonal
 ) -> Tensor:
     """Return the decayed products ``[..., C a, C b]``, zero if y is later than x.
 
@@ -117,8 +118,9 @@ def _diagonal(
 
 
 def decayed_matmul(
-    scores: Tensor,  # [..., C g, C b] of g query rows and b value rows per token
-    values: Tensor,  # [..., C b, V]
+    # scores of g query rows and b value rows per token, zero above the diagonal, [..., C g, C b]
+    scores: Tensor,
+    values: Tensor,  # b rows per token, [..., C b, V]
     total: Tensor,  # cumulative log decays in float64, [..., C, V]
 ) -> Tensor:
     """Return Σ_i scores[t, i] exp(total[t, v] − total[i, v]) values[i, v] for causal scores."""

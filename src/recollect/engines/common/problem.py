@@ -59,28 +59,28 @@ class Problem:
     queries. Then an engine runs it.
     """
 
-    # the recipe at the caller's sizes (a memory of ones is one more channel of v), the engine, and
-    # its plan
+    # recipe at the caller's sizes (a memory of ones is one more channel of v), its engine, and the
+    # engine's plan
     bound: BoundRecipe
     q: Tensor  # queries [B, T, Hq, K], grouped by memory for engines, [B, T, H, G, K]
-    # keys [B, T, H, K] and values [B, T, H, V], or with an axis of associations after H
-    k: Tensor
-    v: Tensor
-    # arguments of `recollect.recall` by name
-    gates: Mapping[str, Tensor] = field(default_factory=dict)
-    params: Mapping[str, Tensor] = field(default_factory=dict)
+    k: Tensor  # keys [B, T, H, K], or with an axis of associations after H
+    v: Tensor  # values [B, T, H, V], or with an axis of associations after H
+    gates: Mapping[str, Tensor] = field(default_factory=dict)  # as in `recollect.recall`
+    params: Mapping[str, Tensor] = field(default_factory=dict)  # as in `recollect.recall`
     # all rates of the recipe by engine-side name (decays as logs), [B, T, H, ...]
     rates: Mapping[str, Tensor] = field(default_factory=dict)
     # entries of the next state's cache, in addition to those of the engine
     cache: Mapping[str, Tensor] = field(default_factory=dict)
     # State before the first token. Engines always receive one.
     state: State = _NO_STATE  # `recollect.functional.recall` sets a missing state
-    # arguments of `recollect.recall`
+
+    # arguments of `recollect.recall`: initial_memory to output_final_state
     initial_memory: Init | None = None
     attention_mask: Tensor | None = None
     causal: bool = True
     chunk_size: int | None = None
     output_final_state: bool = True
+
     # Boundaries [N + 1] of N documents in the only sequence. Lengths and states have one element
     # per document. Only operators of flash-linear-attention receive them.
     cu_seqlens: Tensor | None = None

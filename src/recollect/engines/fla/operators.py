@@ -32,14 +32,12 @@ PACKAGE = "flash-linear-attention"
 class Operator:
     """Function of the package and the structures that it computes."""
 
-    # name and module of the function
-    name: str
-    module: str
+    name: str  # name of the function
+    module: str  # module of the function
     memory: str = "matrix"  # supported `Structure.memory`
-    # supported values of `Structure`
-    erases: tuple[str, ...] = ("nothing",)
-    decays: tuple[str, ...] = ("none", "head")
-    decays_first: tuple[bool, ...] = (True, False)
+    erases: tuple[str, ...] = ("nothing",)  # supported `Structure.erases`
+    decays: tuple[str, ...] = ("none", "head")  # supported `Structure.decay`
+    decays_first: tuple[bool, ...] = (True, False)  # supported `Structure.decays_first`
     multi_step: bool = False  # whether it reads once after several associations of a token
     reads_before: bool = False  # whether a token reads before it writes, with a bonus
     # Name of the recurrent function for few tokens without a gradient. Its products are float32.

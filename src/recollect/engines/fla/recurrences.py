@@ -35,19 +35,17 @@ Call = Callable[..., Result]
 class Arguments:
     """Inputs of an operator with one head per query."""
 
-    # queries and keys [B, T, H, K]
-    q: Tensor
-    k: Tensor
+    q: Tensor  # queries [B, T, H, K]
+    k: Tensor  # keys [B, T, H, K]
     v: Tensor  # values [B, T, H, V]
     decay: Tensor | None  # log decays [B, T, H] or [B, T, H, K], or None
     beta: Tensor | None  # rates [B, T, H] of a write that erases the read of the key, or None
-    # probe and erase direction [B, T, H, K], or None
-    probe: Tensor | None
-    erase: Tensor | None
+    probe: Tensor | None  # probe [B, T, H, K], or None
+    erase: Tensor | None  # erase direction [B, T, H, K], or None
     bonus: Tensor | None  # bonus [H, K], or None
     initial_state: Tensor  # memory before the first token [N, H, K, V]
     cu_seqlens: Tensor | None  # boundaries of N documents in one sequence, or None
-    num_associations: int  # Associations per token. The last of them reads.
+    num_associations: int  # number of associations per token, of which the last reads
     output_final_state: bool  # whether to return the memory after the last token
 
     def per_channel(self) -> Tensor:

@@ -123,9 +123,8 @@ class _Batch:
     """One inner batch of n tokens, whose window has m associations."""
 
     low: int  # first token of the window
-    # first token of the batch, and the token after its last
-    start: int
-    stop: int
+    start: int  # first token of the batch
+    stop: int  # token after the last one of the batch
     skip: int  # number of its tokens from earlier calls, which have no query
     q: Tensor  # queries of its other tokens [B, H, t·G, K]
     C: Tensor  # coefficients of gradient i in A_t, [B, H, n, m]

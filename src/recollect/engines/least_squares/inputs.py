@@ -42,7 +42,7 @@ class RidgeProblem:
     log_decay: Tensor  # [B, S, H]
     ridge: Tensor  # λ [B, H, F]
     origin: Tensor  # W₀ᵀ [B, H, F, V]
-    state: RidgeState  # before the first token
+    state: RidgeState  # state before the first token
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return the tensors in field order, those of the state last."""

@@ -54,7 +54,11 @@ def chunk_length(*, solves: bool, cpu: bool = True, associations: int = 1) -> in
 
 
 def chunked(p: LinearProblem) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return outputs ``[B, T, H, G, V]``, A and S (``None`` without momentum) after all tokens."""
+    """Return outputs ``[B, T, H, G, V]``, A and S (``None`` without momentum) after all tokens.
+
+    Raises:
+        ValueError: a decay over value channels and an error that depends on the prediction.
+    """
     (B, T, H), cpu = p.k.shape[:3], p.k.device.type == "cpu"
     over_values = p.log_decay_value is not None
     if over_values and p.affine[0] != 0:

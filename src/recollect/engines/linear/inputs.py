@@ -58,9 +58,8 @@ class LinearProblem:
     # them decays, and only the output of the last is used.
     steps_per_token: int = 1
     past: Past | None = None  # associations before the first token, or None
-    # w and e, [B, T, H, F], or None
-    probe: Tensor | None = None
-    erase: Tensor | None = None
+    probe: Tensor | None = None  # w, [B, T, H, F], or None
+    erase: Tensor | None = None  # e, [B, T, H, F], or None
     # [B, T], False only on the right. Masked tokens change nothing.
     token_mask: Tensor | None = None
     affine: tuple[float, float] = (1.0, 1.0)  # (a, b)

@@ -45,7 +45,7 @@ class ScanInputs:
     q: Tensor  # [B, T, H, G, F]
     k: Tensor  # [B, T, H, F]
     u: Tensor  # writes, [B, T, H, V]
-    # log α [B, T, H, V, F], or α of any sign if decays are not logs. With scale, [B, T, H, V].
+    # log α [B, T, H, V, F], or α of any sign if decays are not logs; with scale, [B, T, H, V]
     decay: Tensor
     # a ≥ 0 [H, V, F] with log α_t = decay_t ⊙ a, which avoids a tensor [B, T, H, V, F]; or None
     scale: Tensor | None = None
@@ -60,7 +60,8 @@ def scan(
 ) -> tuple[Tensor, Tensor]:
     """Run A_t = α_t ⊙ A_{t−1} + u_t k_tᵀ, y_t = A_t q_t; return y ``[B, T, H, G, V]`` and A.
 
-    Decays are logs if ``log``. ``chunk_size`` is the number of tokens of a block.
+    Decays are logs if ``log``. ``chunk_size`` is the number of tokens of a block, which has no
+    influence on results.
     """
     B, T, H, V = x.u.shape
     if not (B and T and H):

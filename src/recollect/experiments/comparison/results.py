@@ -244,9 +244,8 @@ class ModelRun:
 class Summary:
     """The runs of one model on one task, one per seed."""
 
-    # names of the task and the model
-    task: str
-    model: str
+    task: str  # name of the task
+    model: str  # name of the model
     runs: tuple[ModelRun, ...]  # at least one run
 
     @property

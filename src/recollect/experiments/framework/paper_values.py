@@ -46,12 +46,11 @@ _TASK_TYPES = {"1": "PK", "2": "N", "3": "W"}
 class PaperComparison:
     """A measured number, and the column of a published table for its task."""
 
-    # of the evaluation
-    task: str
-    metric: str
-    value: float  # the measured number in the table's units: per cent for fractions
+    task: str  # task of the evaluation
+    metric: str  # metric of the evaluation
+    value: float  # measured number in the table's units: per cent for fractions
     table: str  # name of the table, as `published` takes it
-    column: str  # of the table
+    column: str  # column of the table
     group: str  # part of the table, or ""
     rows: tuple[tuple[str, float], ...]  # models and their numbers, in the table's order
     note: str  # difference between the tasks, or ""

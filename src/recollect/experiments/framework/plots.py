@@ -30,26 +30,24 @@ class Lines:
     """Lines of one or several panels. Calling it draws the figure."""
 
     # a measured number or curve; or a function from the configuration to a dictionary of measures
-    # by their places on the horizontal axis
+    # by their positions on the horizontal axis
     y: str | Callable[[Mapping[str, Any]], Mapping[float, str]]
-    # an axis of the grid, whose values are numbered if they are text; or the places of a curve's
+    # an axis of the grid, whose values are numbered if they are text; or the positions of a curve's
     # points, as a function of the configuration and their number (1, 2, … if empty)
     x: str | Callable[[Mapping[str, Any], int], Sequence[float]] = ""
     # axes of the grid, a line for each value; a dictionary also gives the values' order
     by: Axes = ()
     panels: Axes = ()  # axes of the grid in the same form, a panel for each value
-    # of a line and of a panel
-    name: Text = ""
-    panel_title: Text = ""
-    # of the figure; panel_x replaces the label in a panel
-    x_label: Text = ""
-    panel_x: str | None = None
-    y_label: str = ""
-    title: Text = ""
-    height: float = 2.3
-    # as `recollect.report.figures.Panel` takes them. The range may be a function of the results.
-    log_x: bool = False
-    log_y: bool | None = None
+    name: Text = ""  # name of a line
+    panel_title: Text = ""  # title of a panel
+    x_label: Text = ""  # label of the horizontal axis
+    panel_x: str | None = None  # label of the horizontal axis in a panel, if it differs
+    y_label: str = ""  # label of the vertical axis
+    title: Text = ""  # title of the figure
+    height: float = 2.3  # height of the figure
+    log_x: bool = False  # as in `recollect.report.figures.Panel`
+    log_y: bool | None = None  # as in `recollect.report.figures.Panel`
+    # limits of the vertical axis, also as a function of the results
     y_range: tuple[float, float] | Callable[[Results], tuple[float, float]] | None = None
     # horizontal lines by name: a number, or the name of a measure
     baselines: Mapping[str, float | str] = field(default_factory=dict)
@@ -58,10 +56,9 @@ class Lines:
     # colour and marker of all lines, as in `recollect.report.figures.Series`
     style: int | None = None
     band: bool = True  # whether a band runs from the smallest to the largest value
-    # further lines of every panel, below and above these
-    underlays: Sequence[Lines] = ()
-    overlays: Sequence[Lines] = ()
-    cell: Cell = field(default_factory=dict)  # selects cells
+    underlays: Sequence[Lines] = ()  # further lines of every panel, below these
+    overlays: Sequence[Lines] = ()  # further lines of every panel, above these
+    cell: Cell = field(default_factory=dict)  # values of axes that select the cells
 
     def __call__(self, results: Results) -> RenderedFigure:
         return plot_panels(self, x_label=self.x_label, title=self.title, height=self.height)(

@@ -63,7 +63,7 @@ def memory_layer(
     num_kv_heads: int | None = None,
     head_dim: int | None = None,
 ) -> LayerFunction:
-    """Return a function from the width of a model to a memory layer, with arguments as there."""
+    """Return a function from the width of a model to a `MemoryLayer` with these arguments."""
     return partial(
         MemoryLayer,
         num_heads=num_heads,

@@ -246,12 +246,11 @@ class _Space:
 
     sizes: Mapping[str, Sizes]  # sizes by task
     models: Sequence[tuple[str, RecipeMixer]]  # name and recipe of the start and of each baseline
-    # as in `search`
-    engine: str
-    seed: int
+    engine: str  # as in `search`
+    seed: int  # as in `search`
     # largest multiples of the state and the estimated time of the start
     limits: tuple[float, float]
-    corpus: TextCorpus | None
+    corpus: TextCorpus | None  # as in `search`
 
     @cached_property
     def parameters(self) -> dict[str, int]:

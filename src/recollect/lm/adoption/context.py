@@ -74,11 +74,13 @@ class CallContext:
         self.__init__()  # type: ignore[misc]
 
     def _clear(self) -> None:
-        # [B, T], or longer if a cache holds earlier tokens; None without padding
+        # mask [B, T], or longer if a cache contains earlier tokens; None without padding
         self.attention_mask: Tensor | None = None
-        self.boundaries: Tensor | None = None  # [N + 1], of documents in the flattened batch
-        self.cache: Any = None  # that the model or one of its layers got
-        self.num_columns: int | None = None  # tokens per sequence, if the model got them
+        # boundaries [N + 1] of documents in the flattened batch, or None
+        self.boundaries: Tensor | None = None
+        self.cache: Any = None  # cache that the model or one of its layers got, or None
+        # number of tokens per sequence, if the model got the tokens
+        self.num_columns: int | None = None
         self._batches: dict[int, CompactedBatch | None] = {}
         self._model: nn.Module | None = None
 

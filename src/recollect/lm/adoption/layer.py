@@ -33,8 +33,8 @@ class Adoption:
     family: Family
     context: CallContext
     engine: str
-    argument_names: tuple[str, ...]  # of the original forward method
-    layer_index: int  # in caches
+    argument_names: tuple[str, ...]  # arguments of the original forward method
+    layer_index: int  # index of the layer in caches
     bound: BoundRecipe | None = None  # the recipe at the layer's sizes, after the first call
 
     def bind(self, arguments: MemoryArguments) -> BoundRecipe:
@@ -232,9 +232,9 @@ class AdoptedLayer:
         u: Tensor,
         arguments: MemoryArguments,
         conv: Tensor | None,  # inputs of the convolution before the call
-        memory: tuple[Tensor, ...] | None,  # before the call
+        memory: tuple[Tensor, ...] | None,  # memory before the call
         n: int,
-        mask: Tensor | None,  # [B, n], which of the columns are real; None if all are
+        mask: Tensor | None,  # [B, n], True at real columns; None if all are real
     ) -> tuple[Tensor | None, tuple[Tensor, ...] | None]:
         """Return the inputs of the convolution and the memory after the first n columns of a call.
 

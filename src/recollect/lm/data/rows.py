@@ -127,7 +127,7 @@ class PackedStream(IterableDataset[PackedRow]):
     length: int  # number of rows of the whole run
     shuffle: int  # rows in the buffer from which one is drawn; 1 keeps the order
     seed: int
-    source_name: str = "the text"  # in messages
+    source_name: str = "the text"  # name of the text in messages
 
     def __len__(self) -> int:
         return self.length
@@ -170,7 +170,7 @@ def read_rows(
     tokenizer: PreTrainedTokenizerFast,
     *,
     context: int,
-    source_name: str = "the text",  # in messages
+    source_name: str = "the text",  # name of the text in messages
 ) -> tuple[list[PackedRow], TextStats]:
     """Return all rows of documents and the size of the text, which fills at least one row."""
     stats = TextStats()

@@ -220,7 +220,7 @@ class HubDocuments:
     """Documents of a dataset, streamed with `datasets.load_dataset`."""
 
     path: str  # a hub name or a folder
-    name: str | None = None  # of the configuration
+    name: str | None = None  # name of the configuration
     split: str = "train"
     column: str = "text"
     bad_lines: BadLinePolicy = field(default_factory=BadLinePolicy)

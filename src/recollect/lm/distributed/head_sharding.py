@@ -31,8 +31,8 @@ class ShardSpec:
     permutes its rows; `permutation` maps them back.
     """
 
-    axis: int  # that is divided
-    section_sizes: tuple[int, ...]  # of the fused weights, along the axis
+    axis: int  # axis that is divided
+    section_sizes: tuple[int, ...]  # sizes of the fused weights along the axis
 
     def local_shard(self, weight: Tensor, rank: int, tp_size: int) -> Tensor:
         """Return the part of an undivided weight that belongs to a rank."""

@@ -163,13 +163,13 @@ class _UseLocalWeights:
     def __init__(
         self,
         module: nn.Module,
-        # with the placement of their gradients if it is not the weight's
+        # weights, and the placements of their gradients if these differ from the weights'
         weights: list[tuple[_Place, tuple[Placement, ...] | None]],
     ) -> None:
         self.weights = weights
         self.saved: list[list[nn.Parameter | None]] = []
         module.register_forward_pre_hook(self._enter)
-        # Also after an error, or when a checkpoint has recomputed enough.
+        # The hook also runs after an error, or when a checkpoint has recomputed enough.
         module.register_forward_hook(self._leave, always_call=True)
 
     def _enter(self, module: nn.Module, args: Any) -> None:

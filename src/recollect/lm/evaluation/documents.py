@@ -129,7 +129,7 @@ def _test_split(documents: list[dict[str, Any]]) -> dict[str, datasets.Dataset]:
 
 def _prompt_task(
     config_type: Callable[..., Any],
-    generate: Callable[..., Sequence[Prompt]],  # of (config, sentences, batch size, generator)
+    generate: Callable[..., Sequence[Prompt]],  # takes (config, sentences, batch size, generator)
     needs_text: Callable[[Mapping[str, Any]], bool] = lambda config: False,
 ) -> Callable[..., dict[str, datasets.Dataset]]:
     """Return the function of a task whose documents are prompts with the values of their answer."""

@@ -25,7 +25,7 @@ DEFAULT_ANSWER_TOKENS = 256
 class LoadedTasks:
     """Tasks and groups of lm-eval that can be run, by name."""
 
-    tasks: Mapping[str, Any]  # in the requested order
+    tasks: Mapping[str, Any]  # tasks by name, in the requested order
     groups: Mapping[str, Any]
     failures: Mapping[str, str] = field(default_factory=dict)  # reasons of the other tasks
 

@@ -124,7 +124,7 @@ class _ChunkedLoss(torch.autograd.Function):
         weight: Tensor,  # [W, D]
         targets: Tensor,  # [N]
         chunk_size: int,
-        dtype: torch.dtype,  # of the products
+        dtype: torch.dtype,  # dtype of the products
     ) -> Tensor:
         ctx.save_for_backward(x, weight, targets)
         ctx.chunk_size, ctx.dtype = chunk_size, dtype

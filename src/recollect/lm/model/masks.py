@@ -32,7 +32,7 @@ _parsed_masks = WeakTensorKeyDictionary()
 def parse_attention_mask(
     mask: Tensor | None,  # [B, S], or [B or 1, heads, T, S] of booleans or numbers added to scores
     x: Tensor,  # [B, T, ...]
-    cu_seqlens: Tensor | None = None,  # of packed documents; the mask is ignored then
+    cu_seqlens: Tensor | None = None,  # of packed documents, which replace the mask
     *,
     layer_idx: int,
 ) -> ParsedMask:

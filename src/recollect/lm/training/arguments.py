@@ -96,9 +96,9 @@ def resolve_device(plan: TrainPlan, processes: int) -> torch.device | None:
 
 def trainer_arguments(
     plan: TrainPlan,
-    device: torch.device | None = None,  # of the only process
+    device: torch.device | None = None,  # device of the only process
     *,
-    batch_size: int | None = None,  # of this process; by default that of the plan
+    batch_size: int | None = None,  # batch size of this process; by default that of the plan
 ) -> TrainingArguments:
     """Return the Trainer's arguments."""
     optimizer, run = plan.optimizer, plan.run

@@ -43,7 +43,7 @@ def summarize_run(
     *,
     device: torch.device,
     layout: ParallelDims,
-    first_step: int,  # from 1
+    first_step: int,  # number of the first step, from 1
 ) -> dict[str, str]:
     """Return the lines of the summary that is printed before the first step, by name."""
     counts = dict.fromkeys((group for _, group in _PARAMETER_GROUPS), 0)

@@ -59,7 +59,7 @@ MISMATCH_ADVICE = {
 
 
 def check_writable(out: Path) -> None:
-    """Create a run's folder if it does not exist; a ValueError refuses one that is not writable."""
+    """Create a run's folder if it does not exist. Raise ValueError if it is not writable."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out):
@@ -92,8 +92,12 @@ class RunStart:
 def resolve_start(plan: TrainPlan, out: Path, *, resume: bool) -> RunStart:
     """Return the start of a run: its first step, or the last checkpoint in its folder.
 
-    A ValueError refuses another plan or other texts than those of the checkpoint, and a folder with
-    a run but not ``resume``, or the reverse. Changes of a dataset on the hub are not detected.
+    Changes of a dataset on the hub are not detected.
+
+    Raises:
+        ValueError: the folder contains a run and ``resume`` is false, or no run and ``resume`` is
+            true; or the checkpoint has another plan or other texts.
+        CheckpointError: a file of the checkpoint is missing or has changed.
     """
     remove_staging(out)
     checkpoint, model = last_checkpoint(out), out / "model"
