@@ -110,7 +110,7 @@ class MixerLayer(nn.Module):
         return self._memory_part("first")
 
     def _memory_part(self, name: str) -> MemoryLayer:
-        layer = self.parts[name] if name in self.parts else None
+        layer = dict(self.parts.items()).get(name)
         if not isinstance(layer, MemoryLayer):
             raise AttributeError(name)  # `torch.nn.Module` adds the name of the class
         return layer
