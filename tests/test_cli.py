@@ -555,3 +555,10 @@ def test_error_names_a_missing_extra(
         "recollect compare: this needs datasets, which is not installed: "
         'pip install -e ".[lm]" in its checkout'
     )
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    sentence = refusal("compare", "--models", "retnet", "--out", str(tmp_path / "new"))
+    assert sentence == (
+        "recollect compare: this needs matplotlib, which is not installed: "
+        'pip install -e ".[plot]" in its checkout'
+    )
+    assert not (tmp_path / "new").exists()  # it is refused before training

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -139,6 +140,8 @@ def compare(
         )
     if table_folder is not None and seeds != 1:
         raise ValueError("--seeds and --rows exclude each other: a row is of one seed")
+    if table_folder is None:
+        import_module("matplotlib")  # which the report needs after training
     folder = out if table_folder is None else table_folder
     check_writable(folder)
     if text:
