@@ -23,7 +23,7 @@ class Case:
     """An implementation to time."""
 
     name: str  # name of the case, different for all cases of a run
-    # function that creates the inputs and returns the function to time, which takes no argument and
+    # Function that creates the inputs and returns the function to time, which takes no argument and
     # whose result is dropped. It is called once and is not timed. All cases of a run should create
     # equal inputs.
     make: Callable[[], Callable[[], object]]
@@ -38,7 +38,7 @@ class Ceiling:
 
     name: str  # shape of the product
     gflops: float  # median over rounds, 10⁹ operations per second
-    dtype: str = "float32"  # dtype of the product. Files without it were measured in float32.
+    dtype: str = "float32"  # dtype of the product; files without it were measured in float32
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,7 +34,7 @@ class SecondMemory(RecipeModule):
         *,
         composition: str,  # name of the class of the composition, for messages
         head_dim: int | None = None,  # K of the memory, if its keys are not those of first
-        value_dim: int | None = None,  # V of the memory. Default: that of first
+        value_dim: int | None = None,  # V of the memory; by default that of first
     ) -> None:
         super().__init__()
         options = replace(

@@ -20,7 +20,7 @@ class Sequences:
     """The sequences of a call."""
 
     # state of the recurrences before the call [B, n, H, D], with D at least the number of channels;
-    # by default zeros
+    # by default 0
     keys: Tensor | None = None
     # number of valid tokens per sequence [B], if sequences are padded on the right
     lengths: Tensor | None = None

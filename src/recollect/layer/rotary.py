@@ -111,11 +111,11 @@ class ComplexDecayPhase(nn.Module):
     def forward(
         self,
         x: Tensor,  # tokens [B, T, d_model]; lengths and cu_seqlens as in `ShortConvolution`
-        start: Tensor | None,  # Θ before the first token. Default: zeros
+        start: Tensor | None,  # Θ before the first token; by default 0
         *,
         lengths: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
-        factor: Tensor | None = None,  # factor of every θ_t [B, T, H]. Default: 1
+        factor: Tensor | None = None,  # factor of every θ_t [B, T, H]; by default 1
     ) -> tuple[Tensor, Tensor]:
         """Return Θ ``[B, T, H, D/2]`` in float64, and Θ after the last token ``[B, H, D/2]``."""
         B, T = x.shape[:2]

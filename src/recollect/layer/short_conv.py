@@ -57,13 +57,13 @@ def _depthwise_conv(x: Tensor, weight: Tensor) -> Tensor:
 def short_convolution(
     u: Tensor,  # tokens [B, T, D], padded on the right if lengths is given
     weight: Tensor,  # one tap per token of the window [w, D]
-    # last inputs of each sequence before this call [B, num_kept, D]. Default: zeros
+    # last inputs of each sequence before this call [B, num_kept, D]; by default 0
     state: Tensor | None = None,
     *,
     lengths: Tensor | None = None,  # number of valid tokens per sequence [B]
     # [N + 1] boundaries of N documents packed in one sequence; the state then has N rows
     cu_seqlens: Tensor | None = None,
-    # number of inputs in the state. Default: w − 1, the fewest possible
+    # number of inputs in the state; by default w − 1, the fewest possible
     num_kept: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return y_t = Σ_{j<w} a_j ⊙ u_{t−w+1+j}, and the last inputs for the next call."""
@@ -131,7 +131,7 @@ class ShortConvolution(nn.Module):
     def forward(
         self,
         u: Tensor,  # tokens, padded on the right if lengths is given
-        # last w − 1 inputs of each sequence before this call. Default: zeros
+        # last w − 1 inputs of each sequence before this call; by default 0
         state: Tensor | None = None,
         *,
         lengths: Tensor | None = None,  # number of valid tokens per sequence [B]

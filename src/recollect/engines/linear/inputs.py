@@ -44,8 +44,8 @@ class LinearProblem:
     lr: Tensor  # η [B, T, H]; also [B, T, H, V] until the engine folds it into the values
     A0: Tensor  # [B, H, V, F]
     S0: Tensor | None = None  # [B, H, V, F], or None without momentum
-    # [B, T, H], or [B, T, H, F] over columns of A; ≤ 0, −inf erases A. For
-    # `recollect.engines.linear.scan` only: [B, T, H, V, F] over entries.
+    # [B, T, H], or [B, T, H, F] over columns of A; ≤ 0, −inf erases A; for
+    # `recollect.engines.linear.scan` only, [B, T, H, V, F] over entries
     log_decay: Tensor | None = None
     log_decay_value: Tensor | None = None  # [B, T, H, V] over rows of A; requires a = 0
     # factor a ≥ 0 [H, V, F] of a log decay over entries, with log_decay [B, T, H, V] as the other

@@ -53,7 +53,7 @@ class Budget(Validated):
     warmup: float = number(0.05, at_least=0, at_most=1)  # fraction of the steps for the warm-up
     # schedule after the warm-up: "cosine" or "linear" to zero, or "none"
     decay: str = option("cosine", "linear", "none")
-    # fraction of the steps after which the decay begins. The learning rate is constant between
+    # Fraction of the steps after which the decay begins. The learning rate is constant between
     # warm-up and decay.
     decay_start: float = number(0.0, at_least=0, at_most=1)
     evaluations: int = integer(10, at_least=1)  # number of evaluations during training
@@ -182,7 +182,7 @@ class Stage:
     """One stage of a training, for example one length of the texts."""
 
     draw: BatchFunction  # function that draws a batch from a generator
-    # number of steps after which the next stage begins. If None, the next stage begins when the
+    # Number of steps after which the next stage begins. If None, the next stage begins when the
     # running accuracy on the training batches reaches Budget.promoted.
     steps: int | None = None
 

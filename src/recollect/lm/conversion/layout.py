@@ -141,9 +141,9 @@ class Layout:
     architecture: str  # name of the class of its language model
     # options of its config.json that shape the model, and their default values
     defaults: Mapping[str, Any]
-    # options that can have one value here. Other values are refused
+    # options that can have this value only
     required: Mapping[str, Any] = field(default_factory=dict)
-    # options that do not change the outputs. Written models have their defaults
+    # options that do not change the outputs; written models have the defaults
     ignored: frozenset[str] = frozenset()
     # other names of options, which are read and written, too
     aliases: Mapping[str, str] = field(default_factory=dict)
@@ -155,8 +155,8 @@ class Layout:
     ignored_prefixes: tuple[str, ...] = ()
     # returns our configuration of a model with these options; raises `ValueError` if there is none
     to_ours: Callable[[Mapping[str, Any]], RecollectConfig]
-    # returns the options of a model with our configuration. The caller checks that `to_ours` maps
-    # them to this configuration
+    # Returns the options of a model with our configuration. The caller checks that `to_ours` maps
+    # them to this configuration.
     to_published: Callable[[RecollectConfig], Mapping[str, Any]]
     # yields the pieces of a model with these options and our configuration
     pieces: Callable[[Mapping[str, Any], RecollectConfig], Iterable[Piece]]

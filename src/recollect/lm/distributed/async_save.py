@@ -55,7 +55,7 @@ class AsyncSave:
         commit: Callable[[], None],  # gives the checkpoint its name
         discard: Callable[[], None],  # frees the space of a failed checkpoint
         error_context: Callable[[], AbstractContextManager[None]],  # translates errors of writing
-        error: Exception | None = None,  # of this process, from the files next to the shards
+        error: Exception | None = None,  # error of this process, from the files next to the shards
     ) -> None:
         """Let the first process commit or discard the checkpoint once all have written."""
         assert self._shards is not None and self._group is not None

@@ -57,11 +57,11 @@ Tensors = list[Tensor]
 class ReadGradients:
     """Gradients through reads."""
 
-    inputs: dict[str, Tensor]  # of "q", "C" and "scale"
-    h: Tensors  # of the inputs at the keys per map [N, P, R, ·]
-    delta: Tensors  # of δ at the keys per map [N, P, R, ·]
-    left_factors: Tensors  # of M̄ [J narrow, wide] per map [N, P, Q, J narrow]
-    right_factors: Tensors  # of M̄ per map [N, P, Q, wide]
+    inputs: dict[str, Tensor]  # gradients of "q", "C" and "scale"
+    h: Tensors  # gradients of the inputs at the keys per map [N, P, R, ·]
+    delta: Tensors  # gradients of δ at the keys per map [N, P, R, ·]
+    left_factors: Tensors  # left factors of M̄ [J narrow, wide] per map [N, P, Q, J narrow]
+    right_factors: Tensors  # right factors of M̄ per map [N, P, Q, wide]
 
 
 def backward_read(
@@ -134,7 +134,8 @@ def backward(
     commits: Commits,
     needs: Mapping[str, bool],
     read_gradients: ReadGradients,
-    final_grads: Sequence[Tensor],  # of M after the last batch [P, J, narrow, wide]; overwritten
+    # gradients of M after the last batch [P, J, narrow, wide]; overwritten
+    final_grads: Sequence[Tensor],
 ) -> tuple[dict[str, Tensor], Tensors]:
     """Return the gradients of the inputs by name, and of M before the first batch.
 

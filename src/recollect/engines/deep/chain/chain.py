@@ -269,7 +269,7 @@ class Chain:
     activation: str
     memory: Stack  # defines the maps and the output head
     bias: Bias
-    target: float | None  # of the loss with step scales
+    target: float | None  # target of the loss with step scales
     params: tuple[str, ...] = ()  # learned parameters of the memory, except ``bases``
     bases: tuple[str, ...] = ()  # parameters that are added to the maps
     erasure: float = 0.0  # c of δ + c z, which replaces δ

@@ -231,7 +231,7 @@ def _joined(outputs: Tensors) -> Tensor:
 
 def _run_span(
     spec: ChainSpec,
-    inputs: ChainInputs,  # of all batches
+    inputs: ChainInputs,  # inputs of all batches
     memory: Sequence[Tensor],
     commits: Commits,
     bounds: tuple[int, int],
@@ -338,7 +338,7 @@ _Span = tuple[tuple[int, int], ForwardTrace, list[ReadCache]]
 
 def _run_group(
     spec: ChainSpec,
-    inputs: ChainInputs,  # of all batches
+    inputs: ChainInputs,  # inputs of all batches
     memory: Sequence[Tensor],
     commits: Commits,
     group: tuple[int, int],

@@ -285,8 +285,8 @@ class ReadCache:
     x: Tensor  # inputs of the map
     z: Tensor | None  # outputs of the map before, with x = σ(z)
     scores: Tensor  # x hᵀ
-    # x times the coefficients [N P, Q, J in] if inputs are narrower than outputs. Otherwise the
-    # products with A and S [N P, Q, J, out]. None without coefficients.
+    # x times the coefficients [N P, Q, J in] if inputs are narrower than outputs, else the products
+    # with A and S [N P, Q, J, out]; None without coefficients
     scaled: Tensor | None
 
 
