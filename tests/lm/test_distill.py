@@ -472,7 +472,7 @@ def test_refusals(folder: Path, tmp_path: Path, result: rc.lm.Distilled) -> None
         rc.lm.distill(plan(folder, tmp_path / "new"), resume=True)
     for count in (2, 3):
         with pytest.raises(ValueError, match="keeps all of 2 layers"):
-            distilled_model(folder, tmp_path / "kept", keep_attention=count)
+            distilled_model(folder, tmp_path / "new" / "kept", keep_attention=count)
     with pytest.raises(ValueError, match="contains the original model: name another folder"):
         distilled_model(folder, folder / "teacher")
     (tmp_path / "file").write_text("mine")

@@ -8,7 +8,7 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "check_regular",
     "next_free_path",
     "read_regular",
+    "remove_new_folders",
     "save_to_temp_on_error",
     "write_atomic",
 ]
@@ -48,6 +49,21 @@ def read_regular(path: str | os.PathLike[str], *, limit: int | None = MAX_FILE_B
     """Return the text of a regular UTF-8 file, checked by `check_regular`."""
     check_regular(path, limit=limit)
     return Path(path).read_text(encoding="utf-8")
+
+
+@contextlib.contextmanager
+def remove_new_folders(path: Path) -> Iterator[None]:
+    """Remove the folders of a path that are new and empty after an error."""
+    new: list[Path] = []
+    with contextlib.suppress(OSError):  # names that no folder can have
+        new = [folder for folder in (path, *path.parents) if not folder.exists()]
+    try:
+        yield
+    except BaseException:
+        for folder in new:
+            with contextlib.suppress(OSError):  # it is missing or not empty
+                folder.rmdir()
+        raise
 
 
 def write_atomic(path: str | os.PathLike[str], data: str | bytes) -> Path:

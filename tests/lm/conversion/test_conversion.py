@@ -308,7 +308,7 @@ def test_weights_of_nan_leave_no_result(tmp_path: Path) -> None:
     name = "model.layers.1.attn.b_proj.weight"
     source = save(tmp_path / "published", config, {**state, name: state[name] / 0})
     with pytest.raises(rc.lm.CheckpointError, match=f"'{name}' holds NaN or infinity"):
-        rc.lm.convert(source, tmp_path / "ours")
+        rc.lm.convert(source, tmp_path / "new" / "folder" / "ours")
     assert [path.name for path in tmp_path.iterdir()] == ["published"]
 
 

@@ -34,6 +34,7 @@ from recollect.lm.model.manifest import is_model_file, write_manifest
 from recollect.lm.model.model import RecollectForCausalLM
 from recollect.lm.publishing.card import write_card
 from recollect.messages import short_repr, suggestion
+from recollect.report.files import remove_new_folders
 
 __all__ = ["LAYOUTS", "convert", "published_config"]
 
@@ -139,26 +140,27 @@ def convert(
     tensors = plan_tensors(source, pieces, shapes, to_ours=not is_ours, ignored_prefixes=ignored)
     dtype = main_dtype(tensors)
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as temporary:
-            staged = Path(temporary) / "model"  # its permissions are those of a new folder
-            staged.mkdir()
-            write_tensors(staged, tensors, max_shard_size)
-            _copy_files(source, staged)
-            if is_ours:
-                _write_published_config(staged, layout, options, dtype)
-            else:
-                config.architectures, config.dtype = [RecollectForCausalLM.__name__], dtype
-                config.save_pretrained(staged)
-                lines = RecollectForCausalLM._load_lines()
-                write_card(
-                    staged,
-                    cast(nn.Module, model).to(dtype=dtype),
-                    load_lines=lines,
-                    recipes=config.all_recipes(),
-                )
-                write_manifest(staged, is_model_file)
-            staged.replace(out)
+        with remove_new_folders(out.parent):
+            out.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as temporary:
+                staged = Path(temporary) / "model"  # its permissions are those of a new folder
+                staged.mkdir()
+                write_tensors(staged, tensors, max_shard_size)
+                _copy_files(source, staged)
+                if is_ours:
+                    _write_published_config(staged, layout, options, dtype)
+                else:
+                    config.architectures, config.dtype = [RecollectForCausalLM.__name__], dtype
+                    config.save_pretrained(staged)
+                    lines = RecollectForCausalLM._load_lines()
+                    write_card(
+                        staged,
+                        cast(nn.Module, model).to(dtype=dtype),
+                        load_lines=lines,
+                        recipes=config.all_recipes(),
+                    )
+                    write_manifest(staged, is_model_file)
+                staged.replace(out)
     except (OSError, SafetensorError) as error:
         reason = " ".join(str(getattr(error, "strerror", None) or error).split())
         raise CheckpointError(f"{out} could not be written: {reason}") from error

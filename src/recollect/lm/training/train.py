@@ -61,6 +61,7 @@ from recollect.lm.training.setup import (
 )
 from recollect.lm.training.trainer import RecollectTrainer
 from recollect.plugins import import_modules
+from recollect.report.files import remove_new_folders
 from recollect.report.lock import folder_lock
 
 __all__ = ["run_folder", "train"]
@@ -233,18 +234,10 @@ def train(
 @contextlib.contextmanager
 def run_folder(out: Path, *, lock: bool) -> Iterator[None]:
     """Create and lock the folder of a run; remove it after an error if it is new and empty."""
-    is_new = False
-    with contextlib.suppress(OSError):  # `check_writable` refuses names that no folder can have
-        is_new = not out.exists()
-    check_writable(out)
-    try:
+    with remove_new_folders(out):
+        check_writable(out)
         with folder_lock(out) if lock else contextlib.nullcontext():
             yield
-    except BaseException:
-        if is_new:
-            with contextlib.suppress(OSError):  # it is not empty
-                out.rmdir()
-        raise
 
 
 def _check_checkpoint(start: RunStart, trainer: RecollectTrainer, observer: TrainObserver) -> None:
