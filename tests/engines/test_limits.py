@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -76,9 +76,23 @@ def as_batch(variants: list[generate.Inputs]) -> generate.Inputs:
     return variants[0].replace_tensors(joined)
 
 
-BATCHED = pytest.mark.parametrize(
-    "batched", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["one batch", "separate"]
-)
+def batched(names: Iterable[str], slow: Collection[str] = ()) -> pytest.MarkDecorator:
+    """Parametrise a test by recipes, with their variants in one batch and in separate calls.
+
+    An engine may have a branch for tensors that are 0 everywhere, which a batch of variants misses.
+    The fast suite has separate calls of one recipe per engine.
+    """
+    engines = {"reference"}  # with separate calls, or without a need of them
+    params = []
+    for name in names:
+        engine = next(iter(fast(PRESETS[name])), "reference")
+        is_first = name not in slow and engine not in engines
+        engines.update([engine] * is_first)
+        for in_batch, is_slow in ((True, name in slow), (False, not is_first)):
+            marks = [pytest.mark.slow] * is_slow
+            label = f"{name}-{'one batch' if in_batch else 'separate'}"
+            params.append(pytest.param(name, in_batch, marks=marks, id=label))
+    return pytest.mark.parametrize(("name", "in_batch"), params)
 
 
 def agree(recipe: rc.Recipe, x: generate.Inputs) -> dict[str, Tensor]:
@@ -151,9 +165,8 @@ def logs(recipe: rc.Recipe) -> Iterator[str]:
 FORGETS = [name for name, r in PRESETS.items() if list(logs(r))]
 
 
-@BATCHED
-@pytest.mark.parametrize("name", FORGETS)
-def test_a_log_of_minus_infinity(name: str, batched: bool) -> None:
+@batched(FORGETS)
+def test_a_log_of_minus_infinity(name: str, in_batch: bool) -> None:
     recipe = PRESETS[name]
     x = inputs(recipe)
     for gate in logs(recipe):
@@ -162,7 +175,7 @@ def test_a_log_of_minus_infinity(name: str, batched: bool) -> None:
             changed = x.tensors()[gate].clone()
             changed[:, EXTREME, ..., 0] = -math.inf
             variants.append(x.replace_tensors({gate: changed}))
-        for batch in [as_batch(variants)] if batched else variants:
+        for batch in [as_batch(variants)] if in_batch else variants:
             agree(recipe, batch)
 
 
@@ -176,9 +189,8 @@ def may_be_zero(recipe: rc.Recipe) -> Iterator[str]:
             yield f"gate {gate.name}"
 
 
-@BATCHED
-@pytest.mark.parametrize("name", generate.presets())
-def test_exact_zeros_in_every_number(name: str, batched: bool) -> None:
+@batched(PRESETS, slow=generate.VARIANTS)
+def test_exact_zeros_in_every_number(name: str, in_batch: bool) -> None:
     recipe = PRESETS[name]
     x = inputs(recipe)
     variants = [put(x, number, 0.0) for number in may_be_zero(recipe)]
@@ -186,7 +198,7 @@ def test_exact_zeros_in_every_number(name: str, batched: bool) -> None:
     for number in may_be_zero(recipe):
         everything[number][:, EXTREME] = 0.0
     variants.append(x.replace_tensors(everything))
-    for batch in [as_batch(variants)] if batched else variants:
+    for batch in [as_batch(variants)] if in_batch else variants:
         agree(recipe, batch)
     for i, a in enumerate(x.init or ()):
         agree(recipe, x.replace_tensors({f"init {i}": torch.zeros_like(a)}))
